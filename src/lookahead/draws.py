@@ -70,7 +70,8 @@ def gumbel_of(key: Any, position: int, token: int) -> Any:
 def _peaks(row: Any, peaks: Any) -> None:
     """Write the largest logit of each group, NaN if one is NaN."""
     for group in range(len(peaks)):
-        peak, missing = np.float32(-np.inf), 0
+        peak = np.float32(-np.inf)
+        missing = 0
         for i in range(group * GROUP, min((group + 1) * GROUP, len(row))):
             peak = max(peak, row[i])
             missing += row[i] != row[i]
@@ -86,7 +87,8 @@ def _search(row: Any, peaks: Any, divisor: float, start: Any, noisy: Any) -> int
         if peaks[group] > peaks[top]:
             top = group
     best = second = -np.inf
-    token, margin = -1, 0.0
+    token = -1
+    margin = 0.0
     # The group with the best logit comes first: a high score excludes more of the others.
     for turn in range(-1, len(peaks)):
         if turn == top:

@@ -63,12 +63,16 @@ def attend(
     Returns:
         (1, H, R, Dv) in the query's dtype; sums are in float32 at least.
     """
-    (_, heads, rows, size), kv_heads = query.shape, key.shape[1]
-    group, wide, device = heads // kv_heads, torch.promote_types(query.dtype, torch.float32), query.device
+    _, heads, rows, size = query.shape
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    wide = torch.promote_types(query.dtype, torch.float32)
+    device = query.device
     q = query[0].to(wide).view(kv_heads, group, rows, size).permute(2, 0, 1, 3).contiguous()
     q *= scale if scale is not None else size**-0.5
     begin = (positions - DEPTH).clamp(min=0)
-    per_row, every_head = slots[:, None, None], torch.arange(kv_heads, device=device)[None, :, None]
+    per_row = slots[:, None, None]
+    every_head = torch.arange(kv_heads, device=device)[None, :, None]
 
     def masked(scores: torch.Tensor, seen: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """Scores (R, Hkv, G, n) of keys at positions (R, n), -inf where they are not seen."""

@@ -60,7 +60,8 @@ def _rows(  # type: ignore[no-untyped-def]
     slot, position, count = tl.load(slots + row), tl.load(positions + row), tl.load(counts + row)
     begin = tl.maximum(position - DEEPEST, 0)
     member = tl.arange(0, BLOCK_M)
-    live, head = member < group, h * group + member
+    live = member < group
+    head = h * group + member
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     q_at = query + head[:, None] * q_h + row * q_r + d[None, :]
     q = tl.load(q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
@@ -157,7 +158,9 @@ def attend(
     """See ``attention.exact.attend``; ``pages`` is not used, because the kernel reads the positions."""
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"the kernel takes float16, bfloat16 and float32, got {query.dtype}")
-    (_, heads, rows, size), kv_heads, value_size = query.shape, key.shape[1], value.shape[-1]
+    _, heads, rows, size = query.shape
+    kv_heads = key.shape[1]
+    value_size = value.shape[-1]
     group = heads // kv_heads
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     out = query.new_empty(1, heads, rows, value_size)

@@ -30,7 +30,8 @@ def attend(
     seen_rows = unpack_bits(words)
     outputs = []
     for b, length in enumerate(map(int, lengths)):
-        width, slot = length + rows, b if slots is None else int(slots[b])
+        width = length + rows
+        slot = b if slots is None else int(slots[b])
         keys = key[slot, :, :width].repeat_interleave(group, 0)  # (H, width, D)
         values = value[slot, :, :width].repeat_interleave(group, 0)
         scores = query[b] @ keys.transpose(1, 2) * scale  # (H, Q, width)

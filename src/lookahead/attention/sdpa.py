@@ -33,7 +33,8 @@ def attend(
         index = slots.long()
         key, value = key[index], value[index]
     batch, heads, rows, size = query.shape
-    kv_heads, group = key.shape[1], heads // key.shape[1]
+    kv_heads = key.shape[1]
+    group = heads // key.shape[1]
     lengths = torch.as_tensor(lengths, device=query.device).long()
     # Each column's index among the step's rows: negative in the prefix, Q or more after the rows.
     index = torch.arange(key.shape[2], device=query.device)[None] - lengths[:, None]  # (B, C)

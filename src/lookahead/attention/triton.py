@@ -278,9 +278,11 @@ def attend(
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"the kernel takes float16, bfloat16 and float32, got {query.dtype}")
     device = query.device
-    (batch, heads, rows, size), value_size = query.shape, value.shape[-1]
+    batch, heads, rows, size = query.shape
+    value_size = value.shape[-1]
     kv_heads, columns = key.shape[1], key.shape[2]
-    group, pairs = heads // kv_heads, batch * kv_heads
+    group = heads // kv_heads
+    pairs = batch * kv_heads
     block = blocks(group * rows, size, value_size, query.element_size(), has_small_memory(device))
     block |= dict(tuning or {})
     tiles = triton.cdiv(group * rows, block["BLOCK_M"])
@@ -360,7 +362,8 @@ def blocks(
         size, value_size, item_bytes: head sizes, and bytes of a number.
         small_memory: whether a program has only 64 KB of shared memory.
     """
-    wide, full = max(size, value_size) > 128, item_bytes == 4
+    wide = max(size, value_size) > 128
+    full = item_bytes == 4
     most = 128 >> (wide + full + small_memory)
     block_m = max(16, min(most, triton.next_power_of_2(members)))
     block_n = 32 if wide or full or small_memory else 64

@@ -188,7 +188,9 @@ class Drafted(Method):
     """
 
     def __init__(self, drafter: Drafter, label: str, state: str) -> None:
-        self.drafter, self.label, self.state = drafter, label, state
+        self.drafter = drafter
+        self.label = label
+        self.state = state
         self.settings = {"drafter": str(drafter), **all_settings(drafter)}
         self._kept: Drafter | None = None
 
@@ -206,7 +208,8 @@ class Drafted(Method):
         return replace(self.drafter, state=AdaptiveState(self.drafter))
 
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
-        drafter, curve = self.drafter, None
+        drafter = self.drafter
+        curve = None
         if self.state == "warm":
             if self._kept is None:
                 self._kept = self._with_state()

@@ -151,7 +151,8 @@ def interval(pairs: Sequence[tuple[Record, Record]]) -> tuple[float, float]:
             sums[2 * place + 1] += record["decode_seconds"]
     if len(prompts) < 2:
         return NAN, NAN
-    chance, each = Random(0), list(prompts.values())
+    chance = Random(0)
+    each = list(prompts.values())
     ratios = []
     for _ in range(1000):
         tokens, seconds, plain_tokens, plain_seconds = map(
@@ -281,7 +282,8 @@ def speeds(summary: Summary) -> Any:
     labels = []
     figure, axes = new_figure(7.0, 1.2 + 0.3 * len(lines))
     for y, line in enumerate(lines):
-        x, all_equal = line.all, line.all.equal == line.all.compared
+        x = line.all
+        all_equal = line.all.equal == line.all.compared
         shade = COLOURS[names.index(line.label) % len(COLOURS)]
         axes.barh(y, x.rate, 0.72, color=shade, edgecolor="white", hatch=None if all_equal else "///")
         axes.plot([x.rate_low, x.rate_high], [y, y], color="#888888", linewidth=1.2)
@@ -309,7 +311,8 @@ def notes_of(summary: Summary, records: Sequence[Record]) -> list[str]:
 
 def page_of(records: Sequence[Record], command: str) -> tuple[str, dict[str, Any]]:
     """The report in Markdown without its figure, and its numbers for JSON."""
-    summary, where = summarise(records), describe(records[-1])
+    summary = summarise(records)
+    where = describe(records[-1])
     lines = [f"`{command}`", "", f"{where}.", "", markdown(summary), "", LEGEND, ""]
     facts: dict[str, Any] = {"command": command, "where": where, "busy": was_busy(records)}
     facts |= {"figures": [asdict(line) for line in summary.lines]}
@@ -327,7 +330,8 @@ def write_report(records: Sequence[Record], out: Path, command: str, draw: bool 
     Args:
         draw: whether to draw the plot, which needs matplotlib.
     """
-    summary, console = summarise(records), Console(highlight=False)
+    summary = summarise(records)
+    console = Console(highlight=False)
     for workload in dict.fromkeys(line.workload for line in summary.lines):
         lines = [line for line in summary.lines if line.workload == workload]
         texts = max(line.all.texts for line in lines)

@@ -48,7 +48,8 @@ def run(
     Raises:
         SettingsError: an unknown method, or a method that lacks what it needs.
     """
-    model, options = model or load_model(dtype="float32"), options or RunOptions()
+    model = model or load_model(dtype="float32")
+    options = options or RunOptions()
     show = progress or (lambda done, total, what: None)
     measured: list[Method] = []
     for method in dict.fromkeys([PLAIN, *methods]):
@@ -175,7 +176,8 @@ def _measure(
         "tokens": tokens,
         "text": tokenizer.decode(tokens, skip_special_tokens=True) if tokenizer is not None else "",
     }
-    comparable, plain = method.comparable(options), tokens if reference is None else reference
+    comparable = method.comparable(options)
+    plain = tokens if reference is None else reference
     divergence = first_divergence(tokens, plain) if comparable else None
     gap = None
     if divergence is not None and divergence < min(len(tokens), len(plain)):

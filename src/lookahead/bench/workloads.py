@@ -103,7 +103,8 @@ def prompt_of_row(workload: str, row: Mapping[str, Any], number: int) -> Prompt:
     Raises:
         KeyError, TypeError: the row has neither, or they are not text.
     """
-    name, category = str(row.get("id", number)), str(row.get("category", ""))
+    name = str(row.get("id", number))
+    category = str(row.get("category", ""))
     if "turns" in row:
         return conversation(workload, name, category, row["turns"], row.get("reference"))
     return Prompt(

@@ -171,7 +171,8 @@ def step_cost(
     from ..bench import step_cost as cost
 
     draw = can_draw()
-    sizes, records = (numbers(contexts, "--contexts"), numbers(rows, "--rows")), []
+    sizes = (numbers(contexts, "--contexts"), numbers(rows, "--rows"))
+    records = []
     with progress() as show:
         for name in map(str.strip, dtype.split(",")):
             model = _load(load, path, dtype=name)

@@ -62,7 +62,8 @@ def demo(
         text = read_text(path, "--prompts")
         typer.echo(typer.style(f"\n{path.stem}: {shorten(text.splitlines()[0], 78)}", bold=True))
         ids = llm.encode(chat_prompt([{"role": "user", "content": text}], llm.tokenizer))
-        run, color = partial(llm.run, [ids], max_new_tokens=max_new_tokens), sys.stdout.isatty()
+        run = partial(llm.run, [ids], max_new_tokens=max_new_tokens)
+        color = sys.stdout.isatty()
         ours = print_text(run(), color)
         with open(os.devnull, "w") as nowhere:  # so that plain decoding also pays for streaming
             plain = print_text(run(drafter=Plain()), color, nowhere)

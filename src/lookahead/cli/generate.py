@@ -195,7 +195,8 @@ def _job(number: int, line: bytes) -> Job:
         return Job(number, None, None, f"line {number} must be JSON in UTF-8, and is not: {error}")
     if not isinstance(value, dict):
         return Job(number, None, None, f"line {number} must be a JSON object, got {type(value).__name__}")
-    name, given = value.get("id", number), [key for key in KINDS if key in value]
+    name = value.get("id", number)
+    given = [key for key in KINDS if key in value]
     if len(given) != 1:
         got = " and ".join(given) or f"only {sorted(value)}"
         wanted = " or ".join(f'"{key}"' for key in KINDS)
@@ -305,9 +306,11 @@ def run_batch(
         dismiss()
         if output is not None:
             output.touch()
-    errors, status = sum("error" in record for record in earlier), 0
+    errors = sum("error" in record for record in earlier)
+    status = 0
     if todo:
-        llm, equal = load(), []
+        llm = load()
+        equal = []
         sink = _Stdout() if output is None else RecordWriter(output, append=True)
         try:
             with sink, warm_pool(llm, warm) as kept, progress_bar() as bar:
@@ -369,7 +372,8 @@ def _records(llm: LLM, jobs: list[Job], task: Task, options: dict[str, Any]) -> 
     if "seed" in options:  # the line determines the seed, so that a resumed run draws the same tokens
         seeds = [options["seed"] + job.line - 1 for job, _ in good]
     for update in llm.run([ids for _, ids in good], batch_size=task.batch_size, seeds=seeds, **options):
-        (job, ids), result = good[update.index], update.result
+        job, ids = good[update.index]
+        result = update.result
         if result is None:
             continue
         while bad and bad[0][0] < job.line:

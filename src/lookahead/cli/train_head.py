@@ -89,7 +89,8 @@ class _Shown:
         columns = BarColumn(20), TaskProgressColumn(), TextColumn("{task.description}", markup=False)
         self._bar = Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal)
         self._task: Any = self._bar.add_task("", total=1.0)
-        self._stage, self._last = "", monotonic()
+        self._stage = ""
+        self._last = monotonic()
 
     def __enter__(self) -> _Shown:
         self._bar.start()
@@ -104,5 +105,6 @@ class _Shown:
         text += "" if left is None else f", {max(left, 0) / 60:.1f} minutes left"
         self._bar.update(self._task, completed=done / max(total, 1), description=text)
         if self._bar.disable and (stage != self._stage or monotonic() - self._last > LINES):
-            self._stage, self._last = stage, monotonic()
+            self._stage = stage
+            self._last = monotonic()
             note(text)

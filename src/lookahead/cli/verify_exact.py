@@ -101,7 +101,8 @@ def _compare(llm: LLM, prompt: str, reference: str, options: Options) -> dict[st
     """Decode a prompt with the drafter and with the reference, and compare."""
     from ..engine.compare import compare, plainly, reference_tokens
 
-    ids, given = llm.encode(prompt), options.keywords()
+    ids = llm.encode(prompt)
+    given = options.keywords()
     ours = llm.generate(ids, **given)
     if reference == "plain":
         other = llm.generate(ids, **plainly(ours.seed, given))

@@ -69,7 +69,8 @@ def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> li
     import torch
     from transformers import GenerationConfig
 
-    eos, ids = sorted(llm.eos), torch.tensor([prompt], device=llm.model.device)
+    eos = sorted(llm.eos)
+    ids = torch.tensor([prompt], device=llm.model.device)
     settings = GenerationConfig(
         do_sample=False,
         max_new_tokens=min(max_new_tokens, (llm.context or sys.maxsize) - len(prompt)),

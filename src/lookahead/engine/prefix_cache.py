@@ -48,7 +48,8 @@ class PrefixTarget:
         self.reason = target.reason
         self.vocabulary = target.vocabulary
         self.reused: dict[int, int] = {}
-        self._target, self._kept = target, kept
+        self._target = target
+        self._kept = kept
         self._slots: dict[int, int] = {}  # the caller's -> the target's
         self._texts: dict[int, list[int]] = {}  # the target's slot -> the tokens whose rows it holds
         self._idle: list[int] = []  # the target's slots of finished sequences, the oldest first

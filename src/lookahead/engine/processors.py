@@ -27,7 +27,8 @@ def make_process(
     Raises:
         SettingsError: a bad word is a text, and there is no tokenizer.
     """
-    ends, steps = sorted(eos), list[Any]()
+    ends = sorted(eos)
+    steps = list[Any]()
 
     def add(name: str, *arguments: Any, **options: Any) -> None:
         # This import takes half a second, which greedy texts need not spend.

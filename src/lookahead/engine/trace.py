@@ -39,7 +39,8 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
     """
 
     def __init__(self, path: str | Path, llm: LLM) -> None:
-        self._file, self._llm = RecordWriter(path, durable=False), llm
+        self._file = RecordWriter(path, durable=False)
+        self._llm = llm
         self._steps = 0
         self._sequence: Sequence | None = None
         self._known: set[int] = set()
@@ -159,7 +160,9 @@ def read_trace(path: str | Path) -> Trace:
             f"{path} is a trace of version {header.get('version')!r}, and this release reads version {VERSION}; "
             "show it with the release that wrote it, or write it again"
         )
-    kept, steps, problem = [lines[0]], 0, ""
+    kept = [lines[0]]
+    steps = 0
+    problem = ""
     for number, line in enumerate(lines[1:], 2):
         if not line.strip():
             continue

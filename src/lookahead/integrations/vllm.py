@@ -75,7 +75,8 @@ class Accepted:
         raise LookaheadError("there are no logits here")
 
     def top(self, nodes: Sequence[int], k: int) -> tuple[Any, Any]:
-        ids, odds = np.full((len(nodes), k), -1), np.full((len(nodes), k), np.nan, np.float32)
+        ids = np.full((len(nodes), k), -1)
+        odds = np.full((len(nodes), k), np.nan, np.float32)
         ids[:, 0], odds[:, 0] = [self._tokens[node] for node in nodes], 0.0
         return ids, odds
 

@@ -85,7 +85,9 @@ class Metadata:
     """
 
     def __init__(self, file: GGUFFile, architecture: str, names: GGUFNames) -> None:
-        self.file, self.architecture, self.names = file, architecture, names
+        self.file = file
+        self.architecture = architecture
+        self.names = names
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of any type by its key, without the architecture's name."""
@@ -220,7 +222,8 @@ _layer_of = re.compile(r"blk\.(\d{1,9})\.").match
 def _check_layers(file: GGUFFile, architecture: str) -> int:
     """The number of layers, which is one more than the largest number of a layer in the names of tensors."""
     found = [int(match[1]) for match in map(_layer_of, file.tensors) if match is not None]
-    claimed, count = file.metadata.get(f"{architecture}.block_count"), max(found, default=-1) + 1
+    claimed = file.metadata.get(f"{architecture}.block_count")
+    count = max(found, default=-1) + 1
     if count > len(file.tensors):
         raise contradiction(file, f"its layers must be numbered from 0 on, got the number {count - 1}")
     if isinstance(claimed, np.ndarray) or claimed != count:

@@ -173,7 +173,8 @@ def load_head(path: str | os.PathLike[str]) -> HeadWeights:
 def _checked(numbers: Any, arrays: Mapping[str, Array], about: Any) -> HeadWeights:
     """The head that these parts describe. Raises ValueError if they contradict each other."""
     vocabulary, hidden, levels, scale, bits = (numbers[name] for name in NUMBERS)
-    shortlist, width = arrays["shortlist"], len(arrays["gate"])
+    shortlist = arrays["shortlist"]
+    width = len(arrays["gate"])
     whole = all(isinstance(size, int) and 0 < size <= MAX_SIZE for size in (vocabulary, hidden, width))
     _must(whole and hidden % BLOCK == width % BLOCK == 0, "its sizes must be multiples of 32")
     _must(isinstance(levels, int) and 1 <= levels <= MAX_LEVELS, f"levels must be 1 to {MAX_LEVELS}")

@@ -231,7 +231,8 @@ def norm_of(module: nn.Module, path: str, size: int, offset: float) -> Norm:
 
 def _angles(rotary: Any, kinds: list[str], positions: int) -> Array:
     """Cosine and sine from a model's own module, (tables, positions, R / 2, 2)."""
-    numbers, tables = torch.arange(positions)[None], []
+    numbers = torch.arange(positions)[None]
+    tables = []
     if rotary is None:
         return np.empty((1, positions, 0, 2), np.float32)
     for kind in kinds:
@@ -245,7 +246,9 @@ class _Parts:
     """Reads the parts of one model by its spec."""
 
     def __init__(self, model: nn.Module, facts: ModelFacts) -> None:
-        self.model, self.config, self.spec = model, facts.config, spec_of(model, facts)
+        self.model = model
+        self.config = facts.config
+        self.spec = spec_of(model, facts)
         (shape,) = set(facts.shapes)
         assert shape is not None
         self.key_heads, self.head_size, _ = shape
@@ -264,7 +267,9 @@ class _Parts:
 
     def layers(self) -> Iterator[LayerParts]:
         """Make the layers one by one, because their linears may be copies."""
-        spec, config, hidden = self.spec, self.config, int(self.config.hidden_size)
+        spec = self.spec
+        config = self.config
+        hidden = int(self.config.hidden_size)
         for index, layer in enumerate(self.modules):
             norms = {name: norm_of(layer, getattr(spec, name), hidden, spec.norm_offset) for name in NORMS}
             head_norm, joint = self.head_norm(layer)

@@ -76,7 +76,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
     for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre", "general.architecture"):
         if not isinstance(metadata.get(key, ""), str):
             raise SettingsError(f"{key} must be a text, got {metadata[key]!r:.60}")
-    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "")
+    kind = metadata.get("tokenizer.ggml.model")
+    pre = metadata.get("tokenizer.ggml.pre", "")
     architecture = metadata.get("general.architecture", "")
     make: Callable[[Mapping[str, Any]], Tokenizer]
     if kind == "gpt2" and pre in PIECES and "tokenizer.ggml.merges" in metadata:
@@ -222,7 +223,8 @@ def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str,
     merges: list[tuple[str, str]] = []
     best_first = sorted(range(len(tokens)), key=scores.__getitem__, reverse=True)
     for _, group in groupby(best_first, key=scores.__getitem__):
-        start, several = len(merges), False
+        start = len(merges)
+        several = False
         for index in group:
             several = len(merges) > start
             token = tokens[index]
@@ -242,7 +244,8 @@ def _add_whole_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], byte_le
     """
     from tokenizers import AddedToken
 
-    tokens, types = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ())
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type", ())
     alphabet = set(byte_alphabet().values())
     control = [
         AddedToken(token, normalized=False, special=True)

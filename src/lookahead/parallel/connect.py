@@ -60,7 +60,8 @@ def local_device(device: str | torch.device | None = None) -> str:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if str(device) != "cuda":
         return str(device)
-    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.cuda.device_count()
     if index >= count:
         raise SettingsError(
             f"every rank needs a GPU of its own, and this machine has {count}, too few for local rank {index}; "
@@ -98,7 +99,9 @@ def start(
         except (RuntimeError, ValueError) as error:
             what = f"the {os.environ['WORLD_SIZE']} ranks did not all appear within {timeout:g} s"
             raise LookaheadError(f"{what}: {first_line(error)}") from error
-    rank, size, own_device = dist.get_rank(), dist.get_world_size(), torch.device(local_device(device))
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    own_device = torch.device(local_device(device))
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)  # nccl uses the current device
     backend = _choose_backend(backend, _gather(_device_id(own_device)))

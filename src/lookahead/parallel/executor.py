@@ -67,7 +67,8 @@ class RankExecutor:
         """Commit each slot's accepted tokens, root first, as far as their rows are in the shard."""
         paths = []
         for slot, tokens in accepted:
-            tree, path = self._trees.pop(slot), [0]
+            tree = self._trees.pop(slot)
+            path = [0]
             for token in tokens[1:]:
                 child = tree.child(path[-1], token)
                 if child is None:

@@ -154,7 +154,8 @@ class ParallelTarget:
             self.rank_group.broadcast("prefill", target=self.number, prompts=packed)
             for missing in self._missing:
                 missing.update((slot, 0) for slot, _ in prompts)
-            slots, roots = [slot for slot, _ in prompts], [[1] * len(prompts)] * len(self._missing)
+            slots = [slot for slot, _ in prompts]
+            roots = [[1] * len(prompts)] * len(self._missing)
             (own, *_), _ = self._together(lambda: self.executor.prefill(prompts), slots, roots, whole=True)
             return own
 
@@ -171,7 +172,8 @@ class ParallelTarget:
                 self.rank_group.send(rank, "forward", target=self.number, trees=packed)
             whole = self.steps % CHECK_EVERY == 0
             self.steps += 1
-            slots, sizes = [slot for slot, _ in trees], [[len(part) for _, part in some] for some in parts]
+            slots = [slot for slot, _ in trees]
+            sizes = [[len(part) for _, part in some] for some in parts]
             by_rank, above = self._together(lambda: self.executor.forward(parts[0]), slots, sizes, whole)
             self.rows_per_rank.append(
                 [
@@ -268,7 +270,9 @@ class ParallelTarget:
         If the argmaxes differ, and always with ``whole``, whole rows are compared, which distinguishes a near tie
         from damage.
         """
-        problem, a, b = "", best_or_nan(own, row), remote.argmaxes[root]
+        problem = ""
+        a = best_or_nan(own, row)
+        b = remote.argmaxes[root]
         if (a < 0) != (b < 0):  # NaN on both ranks raises an error when the row is read
             problem = "NaN on one of them"
         elif a >= 0 and (whole or a != b):

@@ -40,7 +40,9 @@ class RankGroup:
     """
 
     def __init__(self, make_target: Callable[[], Target], connections: Connections, differ: Differ) -> None:
-        self.make_target, self.connections, self.differ = make_target, connections, differ
+        self.make_target = make_target
+        self.connections = connections
+        self.differ = differ
         self.lock = threading.RLock()
         self.error: RankError | None = None
         self._numbers = count(1)

@@ -63,8 +63,11 @@ class Link:
     """
 
     def __init__(self, peer: int, group: Any, timeout: float, rows: Any = None) -> None:
-        self.peer, self.timeout, self.exchanged = peer, timeout, 0
-        self._group, self._rows = group, rows
+        self.peer = peer
+        self.timeout = timeout
+        self.exchanged = 0
+        self._group = group
+        self._rows = rows
         self._in_flight: list[tuple[Any, torch.Tensor]] = []
 
     def send(self, kind: str, **fields: Any) -> None:

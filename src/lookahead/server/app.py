@@ -297,7 +297,8 @@ class _Uvicorn(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, loop: Loop, seconds: float) -> None:
         super().__init__(config)
-        self._loop, self._seconds = loop, seconds
+        self._loop = loop
+        self._seconds = seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop.stop(self._seconds)

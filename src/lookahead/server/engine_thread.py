@@ -38,8 +38,11 @@ class Loop:
         failed: Callable[[], None] = lambda: None,
         started: Callable[[], None] = lambda: None,
     ) -> None:
-        self._load, self._settings, self._metrics = load, settings, metrics
-        self._failed, self._started = failed, started
+        self._load = load
+        self._settings = settings
+        self._metrics = metrics
+        self._failed = failed
+        self._started = started
         self._wake = threading.Condition()
         self._stop_at: float | None = None
         self.engine: Engine | None = None

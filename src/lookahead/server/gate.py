@@ -38,7 +38,10 @@ class Gate:
     def __init__(
         self, app: ASGIApp, settings: Settings, metrics: Metrics, ready: Callable[[], bool], routes: set[str]
     ) -> None:
-        self._app, self._settings, self._metrics, self._ready = app, settings, metrics, ready
+        self._app = app
+        self._settings = settings
+        self._metrics = metrics
+        self._ready = ready
         self._routes = routes
         key = settings.api_key
         self._key = b"Bearer " + key.encode() if key is not None else None
@@ -50,7 +53,9 @@ class Gate:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         name = given if 0 < len(given) <= 64 and given.isascii() and given.isprintable() else uuid.uuid4().hex
-        begin, status, size = monotonic(), 0, 0
+        begin = monotonic()
+        status = 0
+        size = 0
         record: dict[str, Any] = {}
         scope.setdefault("state", {})["record"] = record
 
@@ -121,5 +126,6 @@ def log_to_stderr() -> None:
     handler.setFormatter(JsonLines())
     for name, level in (("lookahead.server", logging.INFO), ("uvicorn", logging.WARNING)):
         logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
+        logger.handlers = [handler]
+        logger.propagate = False
         logger.setLevel(level)

@@ -69,7 +69,8 @@ class JsonProcess:
     """A logits processor that follows one text token by token."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
+        self._matcher = matcher
+        self._vocabulary = vocabulary
         self._seen: int | None = None
 
     def __call__(self, ids: Any, scores: Any) -> Any:

@@ -27,7 +27,8 @@ class LogProbs(Choose):
     """
 
     def __init__(self, inner: Choose, k: int) -> None:
-        self._inner, self._k = inner, k
+        self._inner = inner
+        self._k = k
         self.tokens: list[TokenLogProb] = []
         self.prompt: list[TokenLogProb] = []
 

@@ -71,7 +71,9 @@ class Metrics:
 
     def ended(self, sequence: Sequence, result: Result) -> None:
         """Count a finished sequence."""
-        now, stats, first = monotonic(), result.stats, sequence.first_token
+        now = monotonic()
+        stats = result.stats
+        first = sequence.first_token
         self.success.labels(result.finish_reason).inc()
         self.whole.observe(now - sequence.added)
         self.prompt.inc(stats.prompt_tokens if stats.seconds["prefill"] else 0)

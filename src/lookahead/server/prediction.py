@@ -17,8 +17,10 @@ class Predicted:
     """
 
     def __init__(self, tokens: list[int]) -> None:
-        self.tokens, self.accepted = tokens, 0
-        self._next, self._last = 0, -1
+        self.tokens = tokens
+        self.accepted = 0
+        self._next = 0
+        self._last = -1
         self._after: dict[tuple[int, int], list[int]] = {}
         for index in range(2, len(tokens) + 1):
             self._after.setdefault((tokens[index - 2], tokens[index - 1]), []).append(index)

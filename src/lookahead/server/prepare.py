@@ -45,7 +45,8 @@ class Preparer:
         self.settings = settings
         self.name = name
         self._grammars = Grammars(llm)
-        facts, asked = llm.probe.facts, settings.max_model_len
+        facts = llm.probe.facts
+        asked = settings.max_model_len
         limits = [llm.context]
         if facts is not None and facts.rope_boundary < NO_LIMIT:
             limits.append(facts.rope_boundary - 1)

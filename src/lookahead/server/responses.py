@@ -143,7 +143,8 @@ class Answer:
         if update.tree is not None:
             tree = update.tree
             shown["tree"] = [self.token_text(token) for token in tree.tokens]
-            shown["parents"], shown["needs_logits"] = tree.parents, tree.needs_logits
+            shown["parents"] = tree.parents
+            shown["needs_logits"] = tree.needs_logits
         return shown
 
     def token_text(self, token: int) -> str:

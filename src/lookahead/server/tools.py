@@ -124,7 +124,10 @@ class CallReader:
     """
 
     def __init__(self, names: set[str], first_only: bool) -> None:
-        self._names, self._first_only, self._text, self._shown = names, first_only, "", 0
+        self._names = names
+        self._first_only = first_only
+        self._text = ""
+        self._shown = 0
 
     def push(self, piece: str) -> str:
         """Read a piece. Returns the content that is safe to show."""

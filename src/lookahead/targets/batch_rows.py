@@ -117,7 +117,8 @@ class BatchRowsTarget(PlainTarget):
         return scores
 
     def _evaluate(self, slot: int, tree: TokenTree) -> Scores:
-        paths, nodes = leaf_paths(tree), tree.needs_logits_nodes()
+        paths = leaf_paths(tree)
+        nodes = tree.needs_logits_nodes()
         if len(self._pending[slot]) * len(paths) > MAX_PENDING:
             before = self._caches[slot]
             self._caches[slot] = repeated(before, 1)
@@ -126,10 +127,12 @@ class BatchRowsTarget(PlainTarget):
             except OutOfMemory:  # some layers may have processed the tokens; the step will be retried
                 self._caches[slot] = before
                 raise
-        pending, width = self._pending[slot], len(max(paths, key=len))
+        pending = self._pending[slot]
+        width = len(max(paths, key=len))
         padded = [path + path[-1:] * (width - len(path)) for path in paths]
         location = {node: (row, depth) for row, path in enumerate(paths) for depth, node in enumerate(path)}
-        device, length = self.model.device, self.lengths[slot]
+        device = self.model.device
+        length = self.lengths[slot]
         ids = torch.tensor(
             [[*pending, *(tree.tokens[node] for node in path)] for path in padded], device=device
         )
@@ -182,7 +185,8 @@ class BatchRowsTarget(PlainTarget):
 
 def leaf_paths(tree: TokenTree) -> list[list[int]]:
     """The paths from the root to the leaves, as lists of nodes. Each path ends at the last row that needs logits."""
-    needed, inner = tree.needs_logits_nodes(), 0
+    needed = tree.needs_logits_nodes()
+    inner = 0
     for node in needed:
         inner |= tree.ancestors[node] & ~(1 << node)
     leaves = [node for node in needed if not inner >> node & 1]
@@ -232,7 +236,8 @@ class StepTrial(Trial):
         passes = super().reference(model, in_two_passes)
         if in_two_passes:
             return passes
-        facts, device = PassFacts(model), model.device
+        facts = PassFacts(model)
+        device = model.device
         caches: dict[tuple[int, ...], Any] = {(): DynamicCache(config=facts.config)}
         rows: dict[tuple[int, ...], torch.Tensor] = {}
         texts = [tuple(text) for text in self.texts()]
@@ -245,7 +250,8 @@ class StepTrial(Trial):
                 positions = torch.arange(len(prefix), len(text), device=device)[None]
                 rows[text] = run_model(model, facts, caches[text], ids, positions)[0, -1].float().cpu()
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            median, why = torch.inf, summary(error)
+            median = torch.inf
+            why = summary(error)
         else:
             steps = torch.stack([rows[text] for text in texts])
             median = float(distance(steps, passes).median())

@@ -29,14 +29,16 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
     with every other row replaced. Each row's logits, keys and values must be bit-identical.
     """
     target = exact_target_class(attention)(model, facts, attention)
-    count, generator = target.rows, torch.Generator().manual_seed(0)
+    count = target.rows
+    generator = torch.Generator().manual_seed(0)
     length = max(1, min(PREFIX, facts.max_positions, facts.rope_boundary) - 1)
     target.cache.reserve(1, length + count)
     for storage in target.cache._storage.values():
         storage.copy_(torch.randn(storage.shape, generator=generator))
     tokens = torch.randint(facts.vocabulary, (2, count), generator=generator).tolist()
     in_order = list(range(count))
-    rotated, reversed_order = in_order[1:] + in_order[:1], in_order[::-1]
+    rotated = in_order[1:] + in_order[:1]
+    reversed_order = in_order[::-1]
     # Each pass: its rows as (token set, row), and the rows to compare with the first pass.
     passes = [([(0, r) for r in order], order) for order in (in_order, rotated, reversed_order)]
     passes.append(([(r % 2, r) for r in in_order], in_order[::2]))
@@ -69,7 +71,8 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
             for rows, same in passes:
                 outputs.clear()
                 result = run(rows)
-                first, first_outputs = first or result, first_outputs or list(outputs)
+                first = first or result
+                first_outputs = first_outputs or list(outputs)
                 for (name, before), (_, now) in zip(first_outputs, outputs, strict=False):
                     for index, (token_set, r) in enumerate(rows):
                         comparable = token_set == 0 and before.shape == now.shape

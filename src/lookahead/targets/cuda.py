@@ -105,7 +105,8 @@ def noticed_waits(device: torch.device) -> Iterator[list[str]]:
     if not is_gpu(device):
         yield found
         return
-    thread, show = threading.get_ident(), warnings.showwarning
+    thread = threading.get_ident()
+    show = warnings.showwarning
 
     def notice(message: Any, category: Any, filename: str, lineno: int, *others: Any, **named: Any) -> None:
         if WAITS not in str(message):

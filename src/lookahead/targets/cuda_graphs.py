@@ -153,7 +153,10 @@ class CapturedPass:
     """
 
     def __init__(self, sequences: int, rows: int, width: int, device: torch.device) -> None:
-        self.sequences, self.rows, self.width, self.device = sequences, rows, width, device
+        self.sequences = sequences
+        self.rows = rows
+        self.width = width
+        self.device = device
         self.numbers = torch.zeros(buffer_size(sequences, rows), dtype=torch.int32, device=device)
         self.columns = torch.arange(rows, device=device)
         self.graph: Any = None
@@ -209,7 +212,8 @@ class CapturedPass:
             the logits (B, Q, V); what the host needs of them (``logits.packed``); and, if the model has an output
             matrix, its inputs.
         """
-        parts, cache = Parts.of(self.numbers, self.sequences, self.rows), target.cache
+        parts = Parts.of(self.numbers, self.sequences, self.rows)
+        cache = target.cache
         lengths = parts.lengths[:, None]
         cache.placement = Placement(
             parts.slots[:, None].long(), (lengths + self.columns).long(), slice(None), self.width
@@ -235,7 +239,8 @@ class GraphStore:
     """
 
     def __init__(self, model: PreTrainedModel, facts: ModelFacts, capacity: int) -> None:
-        self.device, self.on_gpu = model.device, is_gpu(model.device)
+        self.device = model.device
+        self.on_gpu = is_gpu(model.device)
         self.stream = Stream(self.device)
         self.limit = memory_shares.get(model, GRAPH_MEMORY) * memory(self.device)[1]
         with self.stream.use():
@@ -278,7 +283,8 @@ class GraphStore:
             self._memory_pool = torch.cuda.graph_pool_handle()
         with capturing:
             torch.cuda.empty_cache()  # as torch does when a capture begins
-            graph, (before, _) = torch.cuda.CUDAGraph(), memory(self.device)
+            graph = torch.cuda.CUDAGraph()
+            before, _ = memory(self.device)
             # Other threads may allocate memory during the capture.
             with torch.cuda.graph(
                 graph, self._memory_pool, self.stream.cuda, capture_error_mode="thread_local"
@@ -429,7 +435,8 @@ def division(rows: Sequence[int]) -> list[list[int]]:
     passes: list[list[int]] = []
     for index in sorted(range(len(rows)), key=lambda index: -rows[index]):
         if passes:
-            largest, sequences = rows[passes[-1][0]], len(passes[-1]) + 1
+            largest = rows[passes[-1][0]]
+            sequences = len(passes[-1]) + 1
             if (bucket_of(sequences, BATCHES) or inf) * (bucket_of(largest) or inf) <= MOST_ROWS:
                 passes[-1].append(index)
                 continue
@@ -501,7 +508,8 @@ def host_reads(target: CudaGraphTarget) -> list[str]:
     Call it before any capture, because a failed capture leaves the device's random generator unusable. Every bucket
     of rows is evaluated once before the check, so kernels compile, or fail to, before the first request.
     """
-    device, sizes = target.model.device, [*((1, rows) for rows in BUCKETS), (2, BUCKETS[1])]
+    device = target.model.device
+    sizes = [*((1, rows) for rows in BUCKETS), (2, BUCKETS[1])]
     if not target.graphs.on_gpu:
         return []
     with target.with_room("a step", [(0, BUCKETS[-1])]):

@@ -227,7 +227,8 @@ def bit_equal_rows(target: Target) -> tuple[int, int]:
     tree = (
         trial_tree(13, target.vocabulary) if target.depth_limit(0) >= 3 else TokenTree(13 % target.vocabulary)
     )
-    rows, equal = _forward(target, [(0, tree)]), 0
+    rows = _forward(target, [(0, tree)])
+    equal = 0
     target.release(0)
     for node, row in enumerate(rows):
         target.prefill([(0, prompt)])
@@ -273,7 +274,8 @@ def compare(
         control = trial.control_error(control_logits, reference, unit)
         root_mean_square = errors.square().mean().sqrt()
         geometric_mean = (absolute / own_errors).clamp(min=0.1).log().mean().exp()
-        difference, mean = float(errors.max()), float(max(root_mean_square, geometric_mean))
+        difference = float(errors.max())
+        mean = float(max(root_mean_square, geometric_mean))
         stands_out = control >= CONTROL_MARGIN * difference
         ok = difference <= limit and stands_out and (mean <= MAX_MEAN_FACTOR or not half)
         if ok:
@@ -302,7 +304,8 @@ def _reference(model: PreTrainedModel, trial: Trial, half: bool) -> tuple[torch.
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         # The weights cannot be widened, for example because they are quantized. Estimate the error by two
         # evaluations.
-        exact, errors = own, 2 * distance(other, own)
+        exact = own
+        errors = 2 * distance(other, own)
         errors = errors.new_full(errors.shape, float(errors.max()))
     noise = float(errors.square().mean().sqrt())
     return exact, errors.clamp(min=max(1e-6, 0.1 * float(errors.median()))), noise

@@ -21,7 +21,8 @@ _remembered: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakre
 
 def remember(model: Any, name: str, compute: Callable[[], _Result]) -> _Result:
     """The result of ``compute``, computed once per model and name until the model's fingerprint changes."""
-    results, key = _remembered.setdefault(model, {}), fingerprint(model)
+    results = _remembered.setdefault(model, {})
+    key = fingerprint(model)
     if name not in results or results[name][0] != key:
         results[name] = key, compute()
     result: _Result = results[name][1]

@@ -77,10 +77,15 @@ class TorchHead:
     def __init__(
         self, weights: HeadWeights, output: torch.Tensor, embed: Callable[[Sequence[int]], torch.Tensor]
     ) -> None:
-        self.hidden, self.levels, self.shortlist = weights.hidden, weights.levels, weights.shortlist
-        self.counts, self.cost = weights.counts, 0.0
+        self.hidden = weights.hidden
+        self.levels = weights.levels
+        self.shortlist = weights.shortlist
+        self.counts = weights.counts
+        self.cost = 0.0
         self._network = HeadNetwork.of(weights).to(output.device, output.dtype).requires_grad_(False)
-        self._output, self._scale, self._embed = output, weights.scale, embed
+        self._output = output
+        self._scale = weights.scale
+        self._embed = embed
 
     def guess(
         self, states: np.ndarray[Any, Any], tokens: Sequence[int], k: int

@@ -137,7 +137,9 @@ def head_of(
 def measured_cost(head: Any, target: Target) -> float:
     """The time of a head call, in plain steps of the target. Each call follows a pass, which evicts the processor's
     caches."""
-    state, calls, steps = np.zeros((1, head.hidden), np.float32), list[float](), list[float]()
+    state = np.zeros((1, head.hidden), np.float32)
+    calls = list[float]()
+    steps = list[float]()
     target.prefill([(0, [0])])
     for _ in range(ROUNDS):
         begin = perf_counter()

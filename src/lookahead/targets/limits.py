@@ -33,7 +33,9 @@ class Limits:
     rope_boundary: int = NO_LIMIT
 
     def __init__(self, config: Any, vocabulary: int, max_positions: int) -> None:
-        self.config, self.vocabulary, self.max_positions = config, vocabulary, max_positions
+        self.config = config
+        self.vocabulary = vocabulary
+        self.max_positions = max_positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,9 @@ class HostLogits(Logits):
     """
 
     def __init__(self, rows: Numbers, peaks: Numbers | None = None, states: Numbers | None = None) -> None:
-        self.rows, self.peaks, self.states = rows, peaks, states
+        self.rows = rows
+        self.peaks = peaks
+        self.states = states
 
     def row(self, b: int, r: int) -> torch.Tensor:
         """A copy of the row."""

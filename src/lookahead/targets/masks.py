@@ -103,7 +103,8 @@ def attention_masks(
 
     It is 0 if a row sees a key, and the dtype's lowest number if not (drawn above).
     """
-    rows, query = positions.shape[1], positions[:, :, None]
+    rows = positions.shape[1]
+    query = positions[:, :, None]
     keys = key_positions(positions, lengths)[:, None]
     seen = torch.zeros(len(trees), rows, keys.shape[2], dtype=torch.bool)
     bits = unpack_bits(pack_bits([tree.ancestors for tree in trees], rows))

@@ -333,7 +333,8 @@ def _probe(model: PreTrainedModel) -> Probe:
     from .facts import ModelFacts
     from .transformers import TransformersTarget
 
-    name, half = type(model).__name__, model.dtype in HALF_DTYPES
+    name = type(model).__name__
+    half = model.dtype in HALF_DTYPES
     for path, module in model.named_modules():
         if type(module).__module__.startswith(DYNAMIC):
             raise SettingsError(
@@ -377,7 +378,9 @@ def _probe_batch_rows(model: PreTrainedModel, reason: str) -> Probe:
     from .equivalence import HALF_DTYPES, compare
     from .facts import PassFacts
 
-    facts, result, half = PassFacts(model), None, model.dtype in HALF_DTYPES
+    facts = PassFacts(model)
+    result = None
+    half = model.dtype in HALF_DTYPES
     try:
         if facts.rope_boundary < NO_LIMIT:
             raise SettingsError(f"its rotary positions ({facts.rope_type}) change with the length")

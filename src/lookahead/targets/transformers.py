@@ -60,7 +60,8 @@ def head_inputs(model: PreTrainedModel, wanted: bool) -> Iterator[list[torch.Ten
     Args:
         wanted: whether to collect them; a model without an output matrix has none.
     """
-    kept, thread = list[torch.Tensor](), get_ident()
+    kept = list[torch.Tensor]()
+    thread = get_ident()
     head = model.get_output_embeddings() if wanted else None
     if head is None:
         yield kept
@@ -109,7 +110,8 @@ class TransformersTarget(StoredTarget):
 
     def depth_limit(self, slot: int) -> int:
         """Positions left up to the model's last one, or up to where its rotary frequencies change."""
-        length, facts = self.lengths[slot], self.facts
+        length = self.lengths[slot]
+        facts = self.facts
         limit = facts.max_positions - 1 - length
         if length < facts.rope_boundary:
             limit = min(limit, facts.rope_boundary - 1 - length)
@@ -185,7 +187,8 @@ class TransformersTarget(StoredTarget):
         if positions.numel() == 1:
             yield None
             return
-        facts, device = self.facts, self.model.device
+        facts = self.facts
+        device = self.model.device
         mask = attention_masks(facts.kinds, trees, lengths, positions, facts.dtype, device)
         if facts.alibi is None:
             yield mask
@@ -197,7 +200,8 @@ class TransformersTarget(StoredTarget):
         self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, nodes: list[int], hidden: bool = False
     ) -> LogitsBatch:
         """Logits (B, len(nodes), V) of these rows of the pass, with their hidden states if asked for."""
-        device, named = self.model.device, {} if mask is None else {"attention_mask": mask}
+        device = self.model.device
+        named = {} if mask is None else {"attention_mask": mask}
         keep = None
         if len(nodes) < ids.shape[1]:
             keep = to_device(nodes, torch.long, device)
@@ -248,7 +252,8 @@ class PlainTarget:
         return [self._run(slot, tree.tokens) for slot, tree in trees]
 
     def _run(self, slot: int, tokens: Sequence[int]) -> LogitsRows:
-        device, length = self.model.device, self.lengths[slot]
+        device = self.model.device
+        length = self.lengths[slot]
         ids = torch.tensor([list(tokens)], device=device)
         positions = torch.arange(length, length + len(tokens), device=device)[None]
         named = {"logits_to_keep": 1} if self.facts.accepts_logits_to_keep else {}

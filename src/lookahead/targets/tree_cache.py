@@ -94,7 +94,8 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
         capacity: int = 256,
     ) -> None:
         Cache.__init__(self, layers=[TreeLayer(self, i) for i in range(len(shapes))])
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         self.capacity = capacity
         self.slots = 1
         self.lengths: dict[int, int] = {}
@@ -148,7 +149,8 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
             except torch.OutOfMemoryError:
                 pass
         contents = self._contents(on_host=True)
-        self._storage, error = {}, None
+        self._storage = {}
+        error = None
         for size in (wanted, least, before):
             try:
                 self._replace(size, self._filled(*size, contents))
@@ -192,7 +194,9 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
 
     def free(self) -> None:
         """Free the memory. ``reserve`` allocates new memory."""
-        self._storage, self.slots, self.capacity = {}, 1, 0
+        self._storage = {}
+        self.slots = 1
+        self.capacity = 0
         self._used.clear()
         self.lengths.clear()
 
@@ -215,7 +219,8 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
         for slot, length in zip(slots, lengths, strict=True):
             self.occupy(slot, length + rows)
         if len(slots) == 1:
-            slot, columns = slots[0], slice(longest, longest + rows)
+            slot = slots[0]
+            columns = slice(longest, longest + rows)
             self.placement = Placement(slot, columns, slice(slot, slot + 1), longest + rows, longest)
             return
         index, starts = to_device([list(slots), list(lengths)], torch.long, self.device)
@@ -228,7 +233,8 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
     def write(self, layer: int, which: int, states: torch.Tensor) -> torch.Tensor:
         """Write a layer's keys (0) or values (1), (B, heads, Q, size); return what attention reads of the layer,
         (B, heads, width, size)."""
-        storage, placement = self._of(layer, which), self.placement
+        storage = self._of(layer, which)
+        placement = self.placement
         if isinstance(placement.columns, slice):
             storage[placement.slots, :, placement.columns] = states[0]
         else:

@@ -126,7 +126,8 @@ _warned: set[tuple[str, str]] = set()
 
 def warn_about_slow_path(model: Any, target: Target) -> None:
     """Warn, once for each reason, about a model without drafts, or one that cannot use its class's compiled path."""
-    how, name = shortfall(model, target), type(model).__name__
+    how = shortfall(model, target)
+    name = type(model).__name__
     if how and (name, how) not in _warned:
         _warned.add((name, how))
         warnings.warn(f"lookahead.generate runs this model {how}", UserWarning, stacklevel=3)

@@ -94,7 +94,9 @@ def _causal_rows(contexts: Contexts, texts: Sequence[Sequence[int]]) -> torch.Te
     ends = {tuple(text) for text in texts}
     prefixes = {text[:end] for text in ends for end in range(len(text))}
     tokens, positions = list[int](), list[int]()
-    sequences, wanted, read = list[list[int]](), list[bool](), dict[tuple[int, ...], int]()
+    sequences = list[list[int]]()
+    wanted = list[bool]()
+    read = dict[tuple[int, ...], int]()
     for sequence, whole in enumerate(sorted(ends - prefixes)):
         for end in range(1, len(whole) + 1):
             text = whole[:end]

@@ -167,7 +167,9 @@ class Context:
     def __init__(self, weights: Weights, cells: int) -> None:
         lib, options = weights.library, weights.options
         parameters = lib.llama_context_default_params()
-        parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = cells, BATCH_ROWS, TOGETHER
+        parameters.n_ctx = cells
+        parameters.n_batch = BATCH_ROWS
+        parameters.n_ubatch = TOGETHER
         parameters.n_seq_max = weights.sequences
         parameters.kv_unified = True  # sequences share the cells of their common prefix
         # Otherwise llama.cpp drops rows that have left the window, but a truncation may need them again.
@@ -185,7 +187,8 @@ class Context:
                 raise OutOfMemory(f"llama.cpp has no memory for {cells} cells ({why}); give a shorter prompt")
             raise SettingsError(f"llama.cpp cannot evaluate {weights.file.name} with these settings: {why}")
         self._free = weakref.finalize(self, lib.llama_free, self.pointer)
-        self.weights, self._library = weights, lib  # the model must outlive its contexts
+        self.weights = weights
+        self._library = lib  # the model must outlive its contexts
         self.memory = lib.llama_get_memory(self.pointer)
         self.cells = int(lib.llama_n_ctx(self.pointer))
         self._rows = min(BATCH_ROWS, self.cells)  # more rows in one call would abort the process
@@ -287,7 +290,8 @@ class Context:
         # Making an array from a pointer takes 90 us, and llama.cpp seldom moves its buffer.
         place = shape, ctypes.addressof(numbers.contents)
         if place != self._place:
-            self._place, self._logits = place, np.ctypeslib.as_array(numbers, shape)
+            self._place = place
+            self._logits = np.ctypeslib.as_array(numbers, shape)
         return self._logits
 
     def clear(self) -> None:

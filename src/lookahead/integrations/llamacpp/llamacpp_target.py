@@ -126,8 +126,11 @@ class LlamaCppTarget:
         if len(trees) == 1 and len(trees[0][1]) == 1:
             return [self._plain_step(self._slots[trees[0][0]], trees[0][1].tokens[0])]
         tokens, positions = list[int](), list[int]()
-        sequences, wanted = list[list[int]](), list[bool]()
-        parts, used, start = [], set[int](), 0
+        sequences = list[list[int]]()
+        wanted = list[bool]()
+        parts = []
+        used = set[int]()
+        start = 0
         for slot, tree in trees:
             held = self._slots[slot]
             ids = self._ids_of_rows(held, tree, used)
@@ -155,7 +158,8 @@ class LlamaCppTarget:
             assert held.pending is not None
             if len(held.pending) == 1:  # plain decoding: nothing else needs to be done
                 held.length += 1
-                held.known[held.base], held.pending = held.length, None
+                held.known[held.base] = held.length
+                held.pending = None
                 continue
             self._keep(held, Counter(chain.from_iterable(held.pending[node] for node in path)))
             held.base = held.pending[path[-1]][0]
@@ -228,7 +232,8 @@ class LlamaCppTarget:
 
     def _complete(self, held: Slot, sequence: int) -> None:
         """Give an id the committed tokens of its slot that it lacks."""
-        context, known = self._context, held.known[sequence]
+        context = self._context
+        known = held.known[sequence]
         if self._weights.window and context.first(sequence) != context.first(held.base):
             context.empty([sequence])  # one of the two has dropped tokens before its window
             known = 0

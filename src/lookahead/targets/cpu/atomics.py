@@ -110,7 +110,8 @@ def _sleep(builder: Any, scratch: Any, microseconds: Any) -> None:
     if WINDOWS:  # a millisecond, the shortest sleep there is
         call_intrinsic(builder, "Sleep", NOTHING, ir.Constant(I32, 1))
         return
-    seconds, rest = pointer_to(builder, scratch, I64), builder.add(scratch, ir.Constant(I64, 8))
+    seconds = pointer_to(builder, scratch, I64)
+    rest = builder.add(scratch, ir.Constant(I64, 8))
     builder.store(ir.Constant(I64, 0), seconds)
     builder.store(builder.mul(microseconds, ir.Constant(I64, 1000)), pointer_to(builder, rest, I64))
     call_intrinsic(builder, "nanosleep", I32, seconds, ir.Constant(I64.as_pointer(), None))

@@ -61,8 +61,10 @@ class CompiledModel:
     """
 
     def __init__(self, blueprint: Blueprint, fmt: Format | None = None) -> None:
-        self.blueprint, self.dtype = blueprint, blueprint.dtype
-        self.vocabulary, self.head_size = blueprint.vocabulary, blueprint.head_size
+        self.blueprint = blueprint
+        self.dtype = blueprint.dtype
+        self.vocabulary = blueprint.vocabulary
+        self.head_size = blueprint.head_size
         self.key_heads = blueprint.key_heads
         packed = isinstance(blueprint.head, PackedLinear)
         self.fmt = fmt or (FORMATS["packed", self.dtype] if packed else format_for(self.dtype))
@@ -79,8 +81,11 @@ class CompiledModel:
         self._idle: deque[ExecutionState] = deque()
 
     def _fill(self) -> None:
-        blueprint, plan, fmt = self.blueprint, self._model[0], self.fmt
-        hidden, heads_size = blueprint.hidden, blueprint.heads * blueprint.head_size
+        blueprint = self.blueprint
+        plan = self._model[0]
+        fmt = self.fmt
+        hidden = blueprint.hidden
+        heads_size = blueprint.heads * blueprint.head_size
         a, b = blueprint.activation
         memory: ArrayMemory | None = None
         for record, layer in zip(self._layers, blueprint.layers(), strict=True):
@@ -92,8 +97,10 @@ class CompiledModel:
             for name in NORMS:
                 record[name] = self._norm(layer.norms[name])
             if layer.head_norm is not None:
-                record["head_norm"], record["joint_norm"] = self._norm(layer.head_norm), layer.joint_norm
-            record["scale"], record["gated"] = layer.scale, layer.gated
+                record["head_norm"] = self._norm(layer.head_norm)
+                record["joint_norm"] = layer.joint_norm
+            record["scale"] = layer.scale
+            record["gated"] = layer.gated
             record["window"] = layer.window or EVERYTHING
             record["rotates"] = layer.rotary
             record["cap"] = layer.cap or 0.0
@@ -269,13 +276,15 @@ class CompiledModel:
         longest = max(segment.length + segment.rows for segment in segments)
         state.reserve(len(tokens), longest, pool.size)
         state.describe(tokens, positions, segments, reads, cache)
-        p, rotary = state.plan, self._rotary_up_to(max(positions))
+        p = state.plan
+        rotary = self._rotary_up_to(max(positions))
         address = memory.ctypes.data
         for name, stride in zip(("logits", "peaks", "top_ids", "top_odds"), self.logits_strides, strict=True):
             p[name] = address
             address += len(reads) * stride
         p["states"] = address if hidden else 0
-        p["rotary"], p["rotary_each"] = rotary.ctypes.data, rotary.strides[0]
+        p["rotary"] = rotary.ctypes.data
+        p["rotary_each"] = rotary.strides[0]
         state.tile_config[:] = formats.tile_config(min(16, len(tokens)))
         state.holds = (self, memory, rotary, [cache.storage[segment.slot] for segment in segments])
         pool.run(self._job, state.address, state)

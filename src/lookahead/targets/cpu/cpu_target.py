@@ -75,7 +75,8 @@ class PassLogits(HostLogits):
 
     def __init__(self, memory: Array, compiled: CompiledModel, rows: int, hidden: bool = False) -> None:
         numbers = np.int16 if compiled.fmt.stored.is_bf16 else np.float32
-        begin, parts = 0, list[Array]()
+        begin = 0
+        parts = list[Array]()
         for stride, kind in zip(
             compiled.logits_strides, (numbers, np.float32, np.int32, np.float32), strict=True
         ):
@@ -96,7 +97,8 @@ class PassLogits(HostLogits):
         """Replace the logits by a copy. Returns the memory, which may then be reused."""
         assert self.peaks is not None
         assert self._top is not None
-        self.rows, self.peaks = self.rows.copy(), self.peaks.copy()
+        self.rows = self.rows.copy()
+        self.peaks = self.peaks.copy()
         self._top = self._top[0].copy(), self._top[1].copy()
         self.states = None if self.states is None else self.states.copy()
         return self.memory
@@ -162,7 +164,8 @@ class CpuTarget(StoredTarget):
         tokens, positions, reads = list[int](), list[int](), list[int]()
         segments, parts = [], []
         for slot, tree in trees:
-            length, nodes = self.lengths[slot], tree.needs_logits_nodes()
+            length = self.lengths[slot]
+            nodes = tree.needs_logits_nodes()
             segments.append(Segment(slot, length, len(tree), tree))
             parts.append((len(reads), None if len(nodes) == len(tree) else nodes))
             reads += [len(tokens) + node for node in nodes]
@@ -173,7 +176,8 @@ class CpuTarget(StoredTarget):
                 self.cache.make_room(segment.slot, segment.length + segment.rows)
             hidden = any(tree.needs_hidden for _, tree in trees)
             logits = self._run(tokens, positions, segments, reads, hidden)
-        self._last, self._memory = weakref.ref(logits), logits.memory
+        self._last = weakref.ref(logits)
+        self._memory = logits.memory
         return [LogitsRows(logits, 0, nodes, start) for start, nodes in parts]
 
     def _run(

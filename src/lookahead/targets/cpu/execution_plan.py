@@ -199,13 +199,15 @@ class ExecutionState:
         if have_rows >= rows and have_length >= length and have_threads >= threads:
             return
         rows = max(1 << (rows - 1).bit_length(), have_rows, ROW_BLOCK)
-        length, threads = max(1 << (length - 1).bit_length(), have_length), max(threads, have_threads)
+        length = max(1 << (length - 1).bit_length(), have_length)
+        threads = max(threads, have_threads)
         self._capacity = rows, length, threads
         p = self.plan
         # Sizes are rounded up. Numbers that pad the inner size of a row must stay zero.
         p["score_line"] = line = 4 * (round_up(length, SCORE_BLOCK) + SCORE_BLOCK)
         head = int(p["padded_head"])
-        sums, attention = 4 * ROW_BLOCK * GROUP, QUERY_BLOCK * (line + 4 * head + 4)
+        sums = 4 * ROW_BLOCK * GROUP
+        attention = QUERY_BLOCK * (line + 4 * head + 4)
         search = 8 * scratch_words(int(p["vocabulary"]), int(p["top"]))
         p["scratch_each"] = each = round_up(max(sums, attention, search), 4096) + 4096 + 64
         p["normed_each"] = normed = round_up(rows * int(p["normed_stride"]), 64) + 64
@@ -234,7 +236,10 @@ class ExecutionState:
         cache: KVCache,
     ) -> None:
         """Write the part of the plan that changes from step to step; arguments as in ``CompiledModel.run``."""
-        table, ends, columns, first = list[int](), [0], list[int](), 0
+        table = list[int]()
+        ends = [0]
+        columns = list[int]()
+        first = 0
         for segment in segments:
             tree = None if segment.rows == 1 else segment.tree
             table += (*cache.layout(segment.slot), segment.length, first, segment.rows, tree is None)
@@ -257,11 +262,14 @@ class ExecutionState:
             "path_columns": columns,
         }
         self._step = np.array([number for part in parts.values() for number in part], np.int64)
-        p, address = self.plan, self._step.ctypes.data
+        p = self.plan
+        address = self._step.ctypes.data
         for name, part in parts.items():
             p[name] = address
             address += 8 * len(part)
-        p["rows"], p["reads"], p["segment_count"] = len(tokens), len(reads), len(segments)
+        p["rows"] = len(tokens)
+        p["reads"] = len(reads)
+        p["segment_count"] = len(segments)
 
 
 @entry
@@ -313,7 +321,8 @@ class KVCache(KVStorage):
     """
 
     def __init__(self, layers: int, key_heads: int, head_size: int, capacity: int, fmt: Format) -> None:
-        self.key_heads, self._key_pair = key_heads, fmt.key_pair
+        self.key_heads = key_heads
+        self._key_pair = fmt.key_pair
         self._dtype = np.dtype(f"i{fmt.stored.bytes}")
         self._shown_as = self._dtype if fmt.stored.is_bf16 else np.dtype(np.float32)
         self._shape = layers, 2 * key_heads, round_up(max(capacity, 1), SCORE_BLOCK), head_size
@@ -347,7 +356,8 @@ class KVCache(KVStorage):
 
         bf16 is returned as int16.
         """
-        array, heads = self.storage[slot], self.key_heads
+        array = self.storage[slot]
+        heads = self.key_heads
         layers, _, capacity, size = array.shape
         blocks = array[:, :heads].reshape(
             layers, heads, capacity // KEY_BLOCK, size // self._key_pair, KEY_BLOCK, self._key_pair

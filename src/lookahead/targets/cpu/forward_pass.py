@@ -129,7 +129,8 @@ def _pass_of(fmt: Format) -> Any:
     before the pass.
     """
     store, add, gate, activate, keep_logits = gemm_of(fmt)
-    embed, (norm_rows, add_normed, keep_states) = _embed_of(fmt), norms_of(fmt)
+    embed = _embed_of(fmt)
+    norm_rows, add_normed, keep_states = norms_of(fmt)
     rotate, attend, find_top = rotate_of(fmt), _attend_of(fmt), _find_top_of(fmt)
     on_tiles, is_packed = fmt.kind == "tiles", fmt.kind == "packed"
 
@@ -151,7 +152,8 @@ def _pass_of(fmt: Format) -> Any:
     add_branch = compiled(add_branch, fmt.name)
 
     def run(address: int, control: int, rank: int, size: int, arrived: int) -> None:
-        p, worker = plan_at(address), Worker(control, rank, size)
+        p = plan_at(address)
+        worker = Worker(control, rank, size)
         rows, stride = p.rows, p.normed_stride
         if on_tiles:
             configure_tiles(p.tile_config)

@@ -112,7 +112,8 @@ def _rows_of(fmt: Format, rows: int) -> Any:
     def add_rows(chunk: int, x: int, stride: int, steps: int, out: int, r: int, share: int) -> None:
         each = share * rows // 8
         ahead = chunk + step_bytes * CHUNK + each * (r * steps // rows)
-        sums, end = load_block(out, LINE, rows, VECTORS), chunk + step_bytes * steps
+        sums = load_block(out, LINE, rows, VECTORS)
+        end = chunk + step_bytes * steps
         while chunk < end:  # ``range`` would take one more instruction of 28
             prefetch(ahead, 64)  # two cache lines at a time
             prefetch(ahead + each // 2, 64)
@@ -126,7 +127,8 @@ def _rows_of(fmt: Format, rows: int) -> Any:
 
 
 def _vector_kernel(fmt: Format) -> Any:
-    step_bytes, most = VECTORS * fmt.step * fmt.stored.bytes * LANES, ROWS_AT_ONCE
+    step_bytes = VECTORS * fmt.step * fmt.stored.bytes * LANES
+    most = ROWS_AT_ONCE
     eight, four, two, one = (_rows_of(fmt, rows) for rows in (8, 4, 2, 1))
 
     def kernel(weights: int, rows: int, stride: int, steps: int, count: int, out: int) -> None:
@@ -135,7 +137,8 @@ def _vector_kernel(fmt: Format) -> Any:
         share = 8 * step_bytes // count
         for begin in range(0, steps, CHUNK):
             length = min(CHUNK, steps - begin)
-            chunk, row = weights + step_bytes * begin, rows + 4 * begin
+            chunk = weights + step_bytes * begin
+            row = rows + 4 * begin
             r = 0  # as many rows at once as possible
             if most >= 8:
                 while r + 8 <= count:
@@ -194,7 +197,8 @@ def _gate_of(fmt: Format) -> Any:
 
 def _activate_of(fmt: Format) -> Any:
     """Make the function that stores the activations."""
-    store_rounded, vector_bytes = fmt.input.store, LANES * fmt.input.bytes
+    store_rounded = fmt.input.store
+    vector_bytes = LANES * fmt.input.bytes
 
     def activate(first: Any, second: Any, line: int, peak: int, a: Any, b: Any, cap: Any) -> None:
         store_rounded(line, activation(first, a, b))
@@ -205,7 +209,8 @@ def _activate_of(fmt: Format) -> Any:
 
 def _keep_logits_of(fmt: Format) -> Any:
     """Make the function that stores logits, and the largest as the row's peak; NaN if any logit is NaN."""
-    store_rounded, vector_bytes = fmt.stored.store, LANES * fmt.stored.bytes
+    store_rounded = fmt.stored.store
+    vector_bytes = LANES * fmt.stored.bytes
 
     def keep_logits(first: Any, second: Any, line: int, peak: int, a: Any, b: Any, cap: Any) -> None:
         if cap != 0:

@@ -22,7 +22,8 @@ from .thread_pool import barrier, share
 
 #: Up to this many rows, every thread norms all rows itself, which is faster than waiting for the other threads.
 FEW_ROWS = 2
-SEGMENT_BYTES, segment_at = SEGMENT.itemsize, record_at(SEGMENT)
+SEGMENT_BYTES = SEGMENT.itemsize
+segment_at = record_at(SEGMENT)
 #: Lets LLVM sum in lanes and fuse multiply-adds; NaN and infinity keep their meaning.
 REASSOCIATE = {"reassoc", "contract", "nsz"}
 
@@ -40,7 +41,8 @@ def statistics(address: int, size: int, norm: Any) -> Any:
     if norm.kind == 2:
         for i in range(size):
             total += xs[i]
-        mean, total = total / np.float32(size), np.float32(0)
+        mean = total / np.float32(size)
+        total = np.float32(0)
     for i in range(size):
         total += (xs[i] - mean) * (xs[i] - mean)
     return mean, np.float32(1) / np.sqrt(total / np.float32(size) + norm.epsilon)
@@ -59,7 +61,9 @@ def norms_of(fmt: Format) -> tuple[Any, Any, Any]:
         Args:
             row_numbers: address of the rows of x to norm, as 64-bit integers; 0 for the first ``rows`` rows.
         """
-        out, begin, end = p.normed, 0, rows
+        out = p.normed
+        begin = 0
+        end = rows
         if rows <= FEW_ROWS:
             out += worker.rank * p.normed_each
         else:
@@ -94,7 +98,8 @@ def norms_of(fmt: Format) -> tuple[Any, Any, Any]:
         """Copy this thread's share of the rows that ``norm_rows`` wrote to ``p.states``."""
         begin, end = share(p.reads, worker.rank, worker.size)
         for r in range(begin, end):
-            numbers, outs = input_at(source + p.normed_stride * r), input_at(p.states + p.states_stride * r)
+            numbers = input_at(source + p.normed_stride * r)
+            outs = input_at(p.states + p.states_stride * r)
             for i in range(p.hidden):
                 outs[i] = numbers[i]
 
@@ -117,7 +122,8 @@ def rotate_of(fmt: Format) -> Any:
         scratch = p.scratch + worker.rank * p.scratch_each
         positions = integers_at(p.positions)
         heads, key_heads, head, padded = p.heads, p.key_heads, p.head_size, p.padded_head
-        all_heads, groups = heads + 2 * key_heads, heads // key_heads
+        all_heads = heads + 2 * key_heads
+        groups = heads // key_heads
         begin, end = share(p.rows * all_heads, worker.rank, worker.size)
         s = 0
         for item in range(begin, end):

@@ -104,7 +104,8 @@ class _Numbers:
     """A pointer, for functions that Python runs: ``numbers[i]``."""
 
     def __init__(self, address: int, dtype: Any) -> None:
-        self._address, self._dtype = address, np.dtype(dtype)
+        self._address = address
+        self._dtype = np.dtype(dtype)
 
     def _at(self, index: int) -> np.ndarray[Any, Any]:
         return memory(self._address + int(index) * self._dtype.itemsize, self._dtype, 1)

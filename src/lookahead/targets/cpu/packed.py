@@ -188,7 +188,9 @@ def _read_block_of(kind: Kind) -> Any:
 
     ``scales`` gets an fp16 scale and an fp16 offset, or an 8-bit scale and its offset, or two 8-bit scales.
     """
-    size, head, five = kind.file_bytes, 4 if kind.offsets else 2, kind.bits == 5
+    size = kind.file_bytes
+    head = 4 if kind.offsets else 2
+    five = kind.bits == 5
     upper = 32 if five else 0  # bytes of fifth bits in a superblock
 
     def bytes_with_a_scale(raw: Any, block: int, q: Any, scales: Any) -> None:
@@ -203,7 +205,9 @@ def _read_block_of(kind: Kind) -> Any:
         for e in range(head):
             scales[e] = raw[fifth - head + e]
         for e in range(16):
-            both, low, high = _byte(raw, start + e), 0, 0
+            both = _byte(raw, start + e)
+            low = 0
+            high = 0
             if five:
                 low = _byte(raw, fifth + e // 8) >> e % 8 & 1
                 high = _byte(raw, fifth + 2 + e // 8) >> e % 8 & 1
@@ -240,7 +244,8 @@ def _packer(kind: Kind) -> Any:
     """Make the compiled part of ``pack_panels``, with addresses instead of arrays."""
     bits, grouped = kind.bits, kind.grouped
     quant_bytes, scale_bytes, super_bytes = kind.quant_bytes, kind.scale_bytes, kind.super_bytes
-    size, number_bytes = kind.file_bytes, kind.bits // 8
+    size = kind.file_bytes
+    number_bytes = kind.bits // 8
     first_super = 208 if kind.bits == 6 else 0  # the place of the factors in a superblock of the file
     read_block = _read_block_of(kind)
 
@@ -251,10 +256,13 @@ def _packer(kind: Kind) -> Any:
                 panel[(i * PANEL + lane) * number_bytes + k] = raw[i * number_bytes + k]
 
     def pack_quantized(source: int, lane: int, inner: int, out: int) -> None:
-        blocks, raw = inner // BLOCK, bytes_at(source)
+        blocks = inner // BLOCK
+        raw = bytes_at(source)
         scales_at = out + blocks * quant_bytes
-        supers, room = bytes_at(scales_at + blocks * scale_bytes), stack_memory(64)
-        q, scales = bytes_at(room), bytes_at(room + 32)
+        supers = bytes_at(scales_at + blocks * scale_bytes)
+        room = stack_memory(64)
+        q = bytes_at(room)
+        scales = bytes_at(room + 32)
         for block in range(blocks):
             read_block(raw, block, q, scales)
             quants, at = bytes_at(out + block * quant_bytes), bytes_at(scales_at + block * scale_bytes)
@@ -322,13 +330,11 @@ def pack_panels(
 
 def _decoder(kind: Kind) -> Any:
     quant_bytes, scale_bytes, super_bytes = kind.quant_bytes, kind.scale_bytes, kind.super_bytes
-    bits, zero, grouped, offsets, two_scales = (
-        kind.bits,
-        kind.zero,
-        kind.grouped,
-        kind.offsets,
-        kind.halves > 1,
-    )
+    bits = kind.bits
+    zero = kind.zero
+    grouped = kind.grouped
+    offsets = kind.offsets
+    two_scales = kind.halves > 1
 
     def decode_plain(panel: int, lane: int, inner: int, out: int) -> None:
         numbers, wide, shorts = floats_at(out), floats_at(panel), shorts_at(panel)
@@ -342,12 +348,15 @@ def _decoder(kind: Kind) -> Any:
                 numbers[i] = fp16_at(panel + 2 * place)
 
     def decode_quantized(panel: int, lane: int, inner: int, out: int) -> None:
-        blocks, numbers = inner // BLOCK, floats_at(out)
+        blocks = inner // BLOCK
+        numbers = floats_at(out)
         scales_at = panel + blocks * quant_bytes
         supers_at = scales_at + blocks * scale_bytes
         for block in range(blocks):
-            quants, at = bytes_at(panel + block * quant_bytes), scales_at + block * scale_bytes
-            unit, small = supers_at + block // SUPER * super_bytes, bytes_at(at)
+            quants = bytes_at(panel + block * quant_bytes)
+            at = scales_at + block * scale_bytes
+            unit = supers_at + block // SUPER * super_bytes
+            small = bytes_at(at)
             # The scales of both halves, and the offset.
             shift = np.float32(0)
             if two_scales:

@@ -150,8 +150,11 @@ def _term_of(kind: Kind) -> tuple[Any, Any, Any]:
     The first two are (scales, factors, half) and (scales, factors): addresses of the block's scales and, if these are
     8-bit numbers, of the superblock's factors.
     """
-    grouped, signed, zero = kind.grouped, kind.halves > 1, kind.zero
-    start, has_offsets = START.get(zero, 0), kind.offsets
+    grouped = kind.grouped
+    signed = kind.halves > 1
+    zero = kind.zero
+    start = START.get(zero, 0)
+    has_offsets = kind.offsets
 
     def scales_of(scales: int, factors: int, half: int) -> Any:
         if not grouped:
@@ -180,12 +183,14 @@ def _term_of(kind: Kind) -> tuple[Any, Any, Any]:
 
 def _one_run(kind: Kind) -> Any:
     """Make (quants, scales, factors, row, stride, count, out), which adds a block's terms to the sums of all rows."""
-    unpack, (scales_of, offsets_of, add_term) = UNPACK[kind.bits], _term_of(kind)
+    unpack = UNPACK[kind.bits]
+    scales_of, offsets_of, add_term = _term_of(kind)
     two_scales = kind.halves > 1
 
     def block(quants: int, scales: int, factors: int, row: int, stride: int, count: int, out: int) -> None:
         first_weights, second_weights = unpack(quants, 0), unpack(quants, 1)
-        first_scales, offsets = scales_of(scales, factors, 0), offsets_of(scales, factors)
+        first_scales = scales_of(scales, factors, 0)
+        offsets = offsets_of(scales, factors)
         second_scales = scales_of(scales, factors, 1)
         for _ in range(count):
             total = _products(totals(0), first_weights, row)
@@ -204,8 +209,11 @@ def _one_run(kind: Kind) -> Any:
 
 def _two_runs(kind: Kind) -> Any:
     """``_one_run`` for processors with few registers, or without instructions for four products of bytes."""
-    unpack, (scales_of, offsets_of, add_term) = UNPACK[kind.bits], _term_of(kind)
-    two_scales, bits, in_digits = kind.halves > 1, kind.bits, kind.bits == 8 and PAIRED_BYTES
+    unpack = UNPACK[kind.bits]
+    scales_of, offsets_of, add_term = _term_of(kind)
+    two_scales = kind.halves > 1
+    bits = kind.bits
+    in_digits = kind.bits == 8 and PAIRED_BYTES
     # Whether the sums of eight vectors fit into the shorts of AVX2, so that they are widened only once.
     eight_fit = bits == 4 or in_digits
     load_kept = load_totals if eight_fit else load_words
@@ -237,7 +245,8 @@ def _two_runs(kind: Kind) -> Any:
     def block(quants: int, scales: int, factors: int, row: int, stride: int, count: int, out: int) -> None:
         if two_scales:  # the halves of a block are two blocks
             for half in range(2):
-                weights, half_scales = unpack(quants, half), scales_of(scales, factors, half)
+                weights = unpack(quants, half)
+                half_scales = scales_of(scales, factors, half)
                 for r in range(count):
                     x = row + stride * r
                     add_term(
@@ -254,7 +263,8 @@ def _two_runs(kind: Kind) -> Any:
         else:
             keep(unpack(quants, 0), row, stride, count, kept)
             weights = unpack(quants, 1)
-        block_scales, offsets = scales_of(scales, factors, 0), offsets_of(scales, factors)
+        block_scales = scales_of(scales, factors, 0)
+        offsets = offsets_of(scales, factors)
         for r in range(count):
             x, here = row + stride * r, kept + VECTOR * r
             total = whole(load_kept(here) + products(weights, x + 16))
@@ -274,7 +284,8 @@ def quantized_kernel(kind: Kind) -> Any:
     def kernel(panel: int, rows: int, stride: int, blocks: int, count: int, out: int) -> None:
         for r in range(count):
             store(out + LINE * r, floats(0))
-        row, scales = rows + 4 * BLOCK * blocks, panel + quant_bytes * blocks
+        row = rows + 4 * BLOCK * blocks
+        scales = panel + quant_bytes * blocks
         factors = scales + scale_bytes * blocks
         for b in range(blocks):
             prefetch(panel + AHEAD, quant_bytes)
@@ -293,11 +304,13 @@ def quantized_kernel(kind: Kind) -> Any:
 
 def plain_kernel(kind: Kind) -> Any:
     """Make the kernel of fp32, fp16 or bf16 weights, which reads the fp32 numbers of the rows."""
-    size, load = kind.bits // 8, {"F32": load_floats, "F16": load_fp16, "BF16": load_bf16}[kind.name]
+    size = kind.bits // 8
+    load = {"F32": load_floats, "F16": load_fp16, "BF16": load_bf16}[kind.name]
 
     def kernel(panel: int, rows: int, stride: int, blocks: int, count: int, out: int) -> None:
         for r in range(count):
-            row, total = rows + stride * r, floats(0)
+            row = rows + stride * r
+            total = floats(0)
             for i in range(BLOCK * blocks):
                 total = multiply_add(load(panel + PANEL * size * i), broadcast_float(row + 4 * i), total)
             store(out + LINE * r, total)
@@ -341,7 +354,8 @@ def quantize(row: int, blocks: int, begin: int, end: int) -> None:
     dx = max |x| / 127, and each number is rounded to the nearest multiple of dx.
     """
     for b in range(begin, end):
-        numbers, address = row + 4 * BLOCK * b, row + 4 * BLOCK * blocks + RECORD * b
+        numbers = row + 4 * BLOCK * b
+        address = row + 4 * BLOCK * blocks + RECORD * b
         first, second = load_floats(numbers), load_floats(numbers + 64)
         # Comparisons ignore NaN. A block with a NaN gets dx = NaN, which makes every sum with it NaN.
         top = largest(select(absolute(first) > absolute(second), absolute(first), absolute(second)))

@@ -68,7 +68,9 @@ class _Reader:
     """
 
     def __init__(self, file: GGUFFile, settings: GGUFSettings) -> None:
-        self.file, self.settings, self.names = file, settings, settings.names
+        self.file = file
+        self.settings = settings
+        self.names = settings.names
         order = formats.paired(settings.head_size, settings.rotary_size)
         # Rows that the converter has permuted are already in the packed order.
         self.order = np.arange(settings.head_size) if self.names.permuted else order
@@ -90,11 +92,13 @@ class _Reader:
     def source(self, name: str) -> _Source:
         """A tensor of two dimensions, decoded to bf16 if the kernel does not support its type."""
         if name not in self._sources:
-            tensor, raw = self.file.tensors[name], self.file.bytes(name)
+            tensor = self.file.tensors[name]
+            raw = self.file.bytes(name)
             outputs, inner = tensor.shape
             kind = KIND_INDEX.get(tensor.type)
             if kind is None:
-                raw, kind = self._as_bf16(name, raw, (outputs, inner)), KIND_INDEX["BF16"]
+                raw = self._as_bf16(name, raw, (outputs, inner))
+                kind = KIND_INDEX["BF16"]
                 self.decoded[tensor.type] = self.decoded.get(tensor.type, 0) + 2 * outputs * inner
             self._sources[name] = _Source(raw.reshape(outputs, -1), KINDS[kind], inner)
         return self._sources[name]
@@ -139,7 +143,9 @@ class _Reader:
             panels: the outputs of each tensor, a multiple of ``PANEL``.
             biases: the biases of all outputs of each tensor.
         """
-        table, bias, inner = [], [], 0
+        table = []
+        bias = []
+        inner = 0
         for rows, values in zip(panels, biases, strict=True):
             source = self.source(rows.name)
             inner = source.inner
@@ -165,7 +171,8 @@ class _Reader:
 
     def query_key_value(self, layer: int) -> PackedLinear:
         """Queries, keys and values as a single linear, in which the rotary pairs of a head are adjacent."""
-        settings, size = self.settings, self.settings.head_size
+        settings = self.settings
+        size = self.settings.head_size
         heads, key_heads = settings.heads, settings.key_heads
 
         def order(first: int, count: int, rotates: bool) -> Array:
@@ -375,7 +382,9 @@ class PackedModel(OwnModel):
         parameter_count: int,
     ) -> None:
         self.compiled = checked(lambda: CompiledModel(blueprint))
-        self.config, self.generation_config, self.weights = config, generation_config, weights
+        self.config = config
+        self.generation_config = generation_config
+        self.weights = weights
         self.parameter_count = parameter_count
         self.facts = Limits(config.get_text_config(decoder=True), blueprint.vocabulary, max_positions)
         self.description = f"{blueprint.name}, {weights} weights, {self.compiled.layout}"

@@ -282,7 +282,8 @@ def control_block(size: int) -> tuple[Any, Any, int]:
     memory = np.zeros(CONTROL_BYTES + RANK_BYTES * size + 64, np.uint8)
     first = -memory.ctypes.data % 64  # a block begins on a cache line
     memory = memory[first : first + CONTROL_BYTES + RANK_BYTES * size]
-    control, ranks = memory[:CONTROL_BYTES].view(CONTROL)[0], memory[CONTROL_BYTES:].view(RANK)
+    control = memory[:CONTROL_BYTES].view(CONTROL)[0]
+    ranks = memory[CONTROL_BYTES:].view(RANK)
     control["size"] = size
     return control, ranks, memory.ctypes.data
 

@@ -119,7 +119,8 @@ def search_row_of(kind: Any) -> Any:
                 scratch[order + group] = 0 if peak == -1 else peak  # -0.0, which became -1, equals 0.0
         else:
             for group in range(count):
-                peak, begin = kind(lowest), start + group * GROUP
+                peak = kind(lowest)
+                begin = start + group * GROUP
                 for i in range(begin, begin + min(GROUP, vocabulary - group * GROUP)):
                     peak = max(peak, kind(_ordered(values[i], sign, rest)))
                 scratch[order + group] = 0 if peak == -1 else peak

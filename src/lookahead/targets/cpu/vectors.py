@@ -125,7 +125,8 @@ def load_signed_bytes(address: int) -> Any:
 
 def _load_bf16(builder: Any, address: Any) -> Any:
     """Register by register: an instruction widens what it loads, but not the upper half of a register."""
-    parts, wide = [], ir.VectorType(I32, WIDTH)
+    parts = []
+    wide = ir.VectorType(I32, WIDTH)
     for n in range(0, LANES, WIDTH):
         place = builder.add(address, ir.Constant(I64, 2 * n))
         bits = builder.zext(_load(builder, place, ir.VectorType(I16, WIDTH)), wide)
@@ -302,7 +303,8 @@ def largest(x: Any) -> Any:
 def _sum_of(builder: Any, x: Any) -> Any:
     if x.type == WORDS.vector:
         return call_intrinsic(builder, f"llvm.vector.reduce.add.v{LANES}i32", I32, x)
-    name, zero = f"llvm.vector.reduce.fadd.v{LANES}f32", ir.Constant(F32, 0.0)
+    name = f"llvm.vector.reduce.fadd.v{LANES}f32"
+    zero = ir.Constant(F32, 0.0)
     return call_intrinsic(builder, name, F32, zero, x, flags=("reassoc",))
 
 
@@ -502,7 +504,8 @@ def add_outer(block: Any, columns: Any, factors: int, stride: int) -> Any:
     """
     sums, count = list(block), len(columns)
     for n in range(len(sums)):
-        column, address = columns[n % count], factors + stride * (n // count)
+        column = columns[n % count]
+        address = factors + stride * (n // count)
         if column.dtype == np.float32:
             sums[n] = multiply_add(column, broadcast_float(address), sums[n])
         else:
@@ -550,7 +553,8 @@ def _operator(symbol: Any, kind: Vector, result: Vector, emit: Callable[..., Any
         return result(a, b) if fits else None
 
     def lower(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        element, vectors = float32 if kind == FLOATS else int32, []
+        element = float32 if kind == FLOATS else int32
+        vectors = []
         for value, given in zip(values, signature.args, strict=True):
             spread = given != kind
             vectors.append(
