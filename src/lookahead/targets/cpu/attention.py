@@ -1,8 +1,8 @@
-"""Attention of a tree's rows; each row has the same bits as if it were the only row of a step.
+"""Attention of a tree's rows. Each row is bit-identical to a single-row step.
 
 A row's columns are processed in the order of their positions: the committed prefix, then the row's ancestors from the
-root down, as if these had been committed. Every score is one chain of sums over the head. Exponentials are summed and
-values are added up column by column. Rows share loads of the prefix and nothing else.
+root down, as if they had been committed. Every score is one chain of sums over the head. Exponentials and values are
+summed column by column. Rows share only the loads of the prefix.
 
 An example: a prefix of T = 3 columns and a tree whose root (column 3) has children 4 and 5, and 6 below 4:
 
@@ -12,9 +12,9 @@ An example: a prefix of T = 3 columns and a tree whose root (column 3) has child
     row 2     x x x   x   x         bounds 3 .. 5                 3 5
     row 3     x x x   x x   x       bounds 5 .. 8                 3 4 6
 
-    The prefix is processed for all rows together; then the columns of each row's path are appended to its scores.
+    The prefix is processed for all rows at once; then the columns of each row's path are appended to its scores.
 
-Memory: 16 columns of keys are interleaved, (column / 16, D, 16), so a vector holds one dimension of many columns; for
+Memory: 16 columns of keys are interleaved, (column / 16, D, 16), so a vector holds one dimension of many columns. For
 tiles the order is (column / 16, D / 2, 16, 2). Values are (column, D), so a vector holds many dimensions of one
 column. D is rounded up to whole vectors and tiles.
 """
@@ -46,7 +46,7 @@ from .vectors import (
     zero_block,
 )
 
-#: Queries per block of the vector kernels, and vectors of values that a block keeps in registers.
+#: Queries per block of the vector kernels, and vectors of values per block, all kept in registers.
 QUERIES, VALUES = {16: (8, 4), 8: (2, 2)}.get(WIDTH, (2, 2 if REGISTERS == 32 else 1))
 #: Bytes of a vector of fp32 numbers.
 VECTOR = 4 * LANES
@@ -54,7 +54,7 @@ VECTOR = 4 * LANES
 
 @compiled
 def _scores_on_tiles(keys: int, query: int, out: int, line: int, head: int, count: int) -> None:
-    """Scores of 16 queries (bf16), whatever ``count`` is; tiles 2 and 3 hold sums, 5 queries, 6 and 7 keys."""
+    """Scores of 16 bf16 queries, whatever ``count`` is. Tiles 2 and 3 hold sums, 5 queries, 6 and 7 keys."""
     stride = 2 * head
     block_bytes = 2 * KEY_BLOCK * head
     for pair in range(SCORE_BLOCK // KEY_BLOCK // 2):
@@ -74,7 +74,7 @@ def _scores_on_tiles(keys: int, query: int, out: int, line: int, head: int, coun
 def _score_of(fmt: Format) -> Any:
     """Make (keys, query, out, line, head, count): dot products of ``count`` queries with a block of keys.
 
-    ``line`` is the bytes between queries in ``out``, ``head`` the padded head size. Tiles always write 16 lines.
+    ``line`` is the stride of ``out`` in bytes, ``head`` the padded head size. Tiles always write 16 lines.
     """
     if fmt.kind == "tiles":
         return _scores_on_tiles
@@ -174,7 +174,7 @@ def _weighted_sum_of(fmt: Format) -> Any:
 
 @compiled
 def softmax(scores: int, vectors: int) -> Any:
-    """Replace scores by exp(score - largest score), in place. Returns 1 / sum."""
+    """Replace scores with exp(score - largest score), in place. Returns 1 / sum."""
     top = floats(-np.inf)
     for v in range(vectors):
         value = load_floats(scores + VECTOR * v)
@@ -183,7 +183,7 @@ def softmax(scores: int, vectors: int) -> Any:
     total = floats(0)
     for v in range(vectors):
         value = load_floats(scores + VECTOR * v) - top
-        # Tiny weights become exactly 0, because ``exponential`` has a lower bound and padding has the score -inf.
+        # Tiny weights become exactly 0: ``exponential`` has a lower bound, and padding has the score -inf.
         power = select(value < -87.0, floats(0), exponential(value))
         store(scores + VECTOR * v, power)
         total = total + power
@@ -226,9 +226,9 @@ def attention_of(fmt: Format) -> Any:
             p, layer, segment: records of ``execution_plan``.
             query: address of (rows * groups, padded head), scaled.
             keys, values: addresses of the slot's head, from column 0 on.
-            out: address of the output gemm's input, at the sequence's first row and this key head.
+            out: address in the output gemm's input, at the sequence's first row and this key head.
             first, last: the range of queries.
-            scratch: address of room for 16 lines of scores, and 16 sums of a head with their factors.
+            scratch: address of space for 16 lines of scores, and 16 sums of a head with their factors.
         """
         length = segment.length
         chain = segment.is_chain != 0
@@ -246,7 +246,7 @@ def attention_of(fmt: Format) -> Any:
         for i in range(first, last, QUERY_BLOCK):
             count = min(QUERY_BLOCK, last - i)
             top, bottom = i // groups, (i + count - 1) // groups
-            # Columns begin .. shared are evaluated for all queries of the block together.
+            # Columns begin .. shared are evaluated for all queries of the block at once.
             shared = length + top if chain else length
             begin = shared
             for r in range(top, bottom + 1):
@@ -266,7 +266,7 @@ def attention_of(fmt: Format) -> Any:
                 oldest = max(0, positions[r] + 1 - window)  # position of the oldest key in the window
                 from_column = oldest
                 end = length + r + 1 - start
-                if not chain:  # move the scores of the row's path behind those of the prefix
+                if not chain:  # append the scores of the row's path to those of the prefix
                     from_column = min(oldest, shared)
                     skipped = max(0, oldest - shared)
                     depth = bounds[r + 1] - bounds[r]
@@ -279,7 +279,7 @@ def attention_of(fmt: Format) -> Any:
                 factors[q] = softmax(scratch + q * line + 4 * (from_column - start), vectors)
                 for j in range(begin - start, min(from_column, shared) - start):
                     scores[j] = 0
-            # 2. Weighted values: shared columns for all queries together, then each query's own columns.
+            # 2. Weighted values: shared columns for all queries at once, then each query's own columns.
             for j in range(count * head):
                 sums[j] = 0
             if shared > begin:
@@ -306,6 +306,7 @@ def attention_of(fmt: Format) -> Any:
                         weighted_sum(weights, line, block, run, sums_of_q, head, 1)
                         weights += 4 * run
                         t += run
+                # 3. Normalize, round and store the query's output.
                 out_row = out + r * p.attended_stride + lane * size * out_bytes
                 if size % LANES == 0:
                     for d in range(0, size, LANES):

@@ -1,12 +1,12 @@
 """A light head (``models.head_file``) on packed weights: a few rows through its block and its output rows.
 
-It runs between two passes, on the same threads, and reads 3 to 8 MB of weights for a model of 135M parameters,
-however many rows there are. A job has four stages, with a barrier after each:
+It runs between two passes, on the same threads, and reads 3 to 8 MB of weights for a model of 135M parameters, for
+any number of rows. A job has four stages, with a barrier after each:
 
-    gate    every thread norms the inputs [norm(h); norm(e)]; then its share of silu(gate z) * up z
-    round   the sums are quantized to 8 bits, as every input of a packed product
-    down    h' = h + down(...), and its rounding
-    output  the logits of the shortlist, and the largest of each group of 32
+    gate    every thread norms the inputs [norm(h); norm(e)], then computes its share of silu(gate z) * up z
+    round   the sums are quantized to 8 bits, like every input of a packed product
+    down    h' = h + down(...), then quantized
+    output  the shortlist logits, and the largest of each group of 32
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .top import top_of_rows
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: The most rows of a call.
+#: Maximum rows of a call.
 MAX_ROWS = ROW_BLOCK
 EPSILON = 1e-6
 FORMAT = FORMATS["packed", "float32"]
@@ -93,7 +93,7 @@ def _job() -> Any:
     def run(address: int, control: int, rank: int, size: int, arrived: int) -> None:
         p = plan_at(address)
         worker = Worker(control, rank, size)
-        # Every thread norms all rows for itself, which is faster than waiting for the others.
+        # Every thread norms all rows, which is faster than waiting for the others.
         z = p.z + p.z_each * rank
         blocks = 2 * p.hidden // BLOCK
         for r in range(p.rows):
@@ -151,7 +151,7 @@ class CompiledHead:
         self._embed = embed
         self._lock = Lock()
         self._threads = 0
-        self._kept = list[Any]()  # what the plan points to
+        self._kept = list[Any]()  # owners of the memory that the plan points to
         self._records = np.zeros(1, PLAN)
         self._fill(weights, output)
         self._job = _compiled().address
@@ -181,7 +181,7 @@ class CompiledHead:
             "peaks": 4 * groups,
         }
         memory = ArrayMemory(sum(round_up(MAX_ROWS * size, 64) for size in sizes.values()))
-        #: Buffers by their names in the plan, fp32 (rows, numbers of a row).
+        #: Buffers by plan field, fp32 (rows, row size).
         self._buffers = {}
         for name, size in sizes.items():
             array = memory.take(MAX_ROWS * size).view(np.float32).reshape(MAX_ROWS, -1)
@@ -200,7 +200,7 @@ class CompiledHead:
     def _linear(
         self, rows: Array, bits: int, memory: ArrayMemory, scale: float = 1.0, padding: float = 0.0
     ) -> LinearRecord:
-        """Quantize and pack outputs (n, inner) of a linear; ``padding`` is the value of outputs that fill the last
+        """Quantize and pack outputs (n, inner) of a linear; ``padding`` is the value of outputs that fill up the last
         group."""
         name, quantized = QUANTIZE[bits]
         kind = KINDS[KIND_INDEX[name]]
@@ -227,16 +227,16 @@ class CompiledHead:
         )
 
     def guess(self, states: Array, tokens: Sequence[int], k: int) -> tuple[Array, Array, Array]:
-        """One level: what follows each token, given the hidden state under which it was emitted or guessed.
+        """One level: predict what follows each token, given the hidden state under which it was emitted or guessed.
 
         Args:
             states: (n, hidden) fp32, at most ``MAX_ROWS`` rows.
             tokens: n token ids.
-            k: how many tokens to return for each, at most those of the shortlist.
+            k: how many tokens to return for each, at most the shortlist's size.
 
         Returns:
-            the guessed states under the tokens, (n, hidden) fp32; the k best tokens, int32 (n, k); and the logarithms
-            of their probabilities within the shortlist, fp32 (n, k).
+            the predicted states under the tokens, (n, hidden) fp32; the k best tokens, int32 (n, k); and their
+            log-probabilities within the shortlist, fp32 (n, k).
         """
         count = len(tokens)
         hidden = self.hidden
