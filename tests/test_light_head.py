@@ -150,7 +150,7 @@ def test_files_that_are_no_safetensors(tmp_path):
     for content in (b"", b"not a head", b"\xff" * 4096):
         path = tmp_path / "file"
         path.write_bytes(content)
-        with pytest.raises(SettingsError, match="holds no light head"):
+        with pytest.raises(SettingsError, match="is not a light head"):
             load_head(path)
     with pytest.raises(SettingsError, match="must be a file"):
         load_head(tmp_path)

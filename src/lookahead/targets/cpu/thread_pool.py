@@ -22,8 +22,8 @@ and stores of different threads are not ordered. Three things must be:
    included.
 3. Going to sleep and waking must not cross. A helper sets ``asleep``, then reads ``posted`` once more; the poster
    adds to ``posted``, then reads ``asleep``. If either pair could be reordered, the helper could miss the job and
-   the poster the sleeper. So these four accesses are sequentially consistent: whichever pair comes later sees the other
-   thread's word.
+   the poster the sleeper. So these four accesses are sequentially consistent: whichever pair comes later sees the
+   other thread's word.
 
 ``take`` needs no order beyond its own word, because an item is a number, and what it refers to was written before the
 last barrier. ``restart`` is ordered by the barriers before and after it, between which no thread is in that stage.

@@ -9,8 +9,8 @@ Uncompiled, Python runs the bodies of the operations, and vectors are arrays.
 
     FLOATS    16 fp32 numbers
     WORDS     16 integers of 32 bits, or 64 bytes, four in each word
-    SHORTS    32 integers of 16 bits, two per word: sums of two products of bytes MASK      16 truth values, from
-    comparisons of FLOATS
+    SHORTS    32 integers of 16 bits, two per word: sums of two products of bytes
+    MASK      16 truth values, from comparisons of FLOATS
 
 Operators take two vectors, or a vector and a number, which applies to every lane. Memory need not be aligned.
 """
