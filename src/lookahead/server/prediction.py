@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class Predicted:
-    """Compares a text with its prediction.
+    """Compares a completion with its prediction.
 
-    A token counts if it was drafted, was accepted, and is the next token of the prediction. After a difference, the
-    comparison continues where the prediction contains the last two tokens of the text.
+    A token counts if it was drafted, was accepted, and is the next token of the prediction. After a mismatch, the
+    comparison resumes where the prediction contains the last two tokens of the completion.
 
     Attributes:
         tokens: the prediction's tokens.
