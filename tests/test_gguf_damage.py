@@ -288,7 +288,7 @@ def test_a_merge_out_of_the_vocabulary_is_said_in_one_line(whole, tmp_path):
 def test_a_chat_template_that_fails(template, tmp_path):
     write_gguf(tmp_path / "x.gguf", "llama", chat_template=template)
     llm = lookahead.load(tmp_path / "x.gguf")
-    with pytest.raises(SettingsError, match=r"the model's chat template refuses these messages: .+") as error:
+    with pytest.raises(SettingsError, match=r"the model's chat template rejects these messages: .+") as error:
         llm.encode([{"role": "user", "content": "hi"}])
     assert "\n" not in str(error.value)
 

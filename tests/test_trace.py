@@ -124,7 +124,7 @@ def test_a_trace_without_a_tokenizer_has_no_texts(llm, tmp_path):
 def test_a_trace_is_of_one_text(llm, tmp_path):
     with (
         TraceWriter(tmp_path / "t.jsonl", llm) as trace,
-        pytest.raises(SettingsError, match="holds one sequence"),
+        pytest.raises(SettingsError, match="a trace has one sequence"),
     ):
         list(map(trace.write, llm.run([PROMPT, PROMPT + "x"], max_new_tokens=4, batch_size=2)))
 
@@ -163,7 +163,7 @@ def test_what_cannot_be_read_is_refused_and_the_rest_is_kept(llm, tmp_path):
         read_trace(path)
     for text in ("", "{}\n", "[1]\n", "\x00\x01", '{"id": 1}\n'):
         path.write_text(text)
-        with pytest.raises(SettingsError, match="is no trace: its first line must be the header"):
+        with pytest.raises(SettingsError, match="is not a trace: its first line must be the header"):
             read_trace(path)
     with pytest.raises(SettingsError, match="must be a file that can be read"):
         read_trace(tmp_path / "none")

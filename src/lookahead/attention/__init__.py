@@ -1,4 +1,4 @@
-"""Attention of a token tree's rows over a KV cache: tensors in, tensors out; independent of the tree class.
+"""Attention of a token tree's rows over a KV cache. Tensors in, tensors out; independent of the tree class.
 
 Row i of a step sees the committed prefix, its ancestors among the step's rows, and itself (paper, section 3.3; drawn
 in ``lookahead.targets.masks``). Every backend computes the same function:
@@ -15,11 +15,11 @@ in ``lookahead.targets.masks``). Every backend computes the same function:
     scale    factor of the scores; None for 1 / sqrt(D)
     window   keys ``window`` or more positions before the row are not seen; 0 for no limit
     softcap  scores s become softcap * tanh(s / softcap); 0 for none
-    sinks    (H,) an additional score per head, which counts in the softmax but has no value; None for none
+    sinks    (H,) an extra score per head that counts in the softmax but has no value; None for none
     out      (B, H, Q, Dv)     in the query's dtype
 
     reference  the definition, sequence by sequence; any dtype, float64 included
-    sdpa       one mask over all columns that it is given, computed on the device; any device
+    sdpa       one mask over all given columns, computed on the device; any device
     triton     no mask: the prefix in parts, the tree by its ancestor bits, in one kernel; NVIDIA GPUs
 
 Example of ``words``: a tree of 4 rows, root 0 with children 1 and 2, and 3 below 1. Each row has one word, because
@@ -45,8 +45,8 @@ __all__ = ["BACKENDS", "IN_PLACE", "Attend", "get", "has_triton", "pack_bits", "
 
 Attend = Callable[..., torch.Tensor]
 BACKENDS = ("reference", "sdpa", "triton")
-#: Backends that read a sequence in its slot and no further than its rows. The others copy the slots that they are
-#: asked for, and read all columns that they are given.
+#: Backends that read a sequence in place and no further than its rows. The others copy the requested slots and read
+#: all given columns.
 IN_PLACE = frozenset(("triton",))
 
 
@@ -54,7 +54,7 @@ def get(name: str = "auto", device: torch.device | str = "cpu") -> Attend:
     """A backend by name; "auto" is triton on an NVIDIA GPU if it is installed, and sdpa elsewhere.
 
     Raises:
-        SettingsError: an unknown name, or triton is not installed.
+        SettingsError: the name is unknown, or triton is not installed.
     """
     if name == "auto":
         name = "triton" if torch.device(device).type == "cuda" and has_triton() else "sdpa"

@@ -1,4 +1,4 @@
-"""``attention.exact`` in one kernel for NVIDIA GPUs: one program per row and key head, divided at the same B(p).
+"""``attention.exact`` in one kernel for NVIDIA GPUs, with one program per row and key head, divided at the same B(p).
 
 A program evaluates one row of the pass, with the heads of its group in a tile of fixed size, so its sums do not
 depend on other rows. It processes the row's window first and then the keys before B(p), in blocks at absolute
@@ -72,6 +72,7 @@ def _rows(  # type: ignore[no-untyped-def]
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    # The window: keys from B(p) on, at the columns of the row's path.
     place = tl.arange(0, DEEPEST + 1)
     inside = place < count
     own = tl.load(columns + row * c_r + place, mask=inside, other=0)
@@ -100,8 +101,9 @@ def _rows(  # type: ignore[no-untyped-def]
         PRECISION,
         UPCAST,
     )
+    # The keys before B(p).
     first = begin * 0
-    if WINDOW:  # skip whole blocks that the row does not see; they would change nothing
+    if WINDOW:  # skip whole blocks that the row does not see, which would have no effect
         first = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
     for start in range(first, begin, BLOCK_N):
         column = start + tl.arange(0, BLOCK_N)
@@ -195,7 +197,7 @@ def attend(
         enable_fp_fusion=True,
         **block,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        # The interpreter multiplies the bits of bfloat16 as if they were whole numbers.
+        # The interpreter multiplies the bits of bfloat16 as if they were integers.
         UPCAST=query.dtype == torch.bfloat16 and not isinstance(_rows, triton.JITFunction),
     )
     return out

@@ -1,4 +1,4 @@
-"""The definition of the attention, with a mask. The other backends are compared with it."""
+"""The definition of the attention, with a mask. Other backends are tested against it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See the package for arguments and shapes. The attention is computed in the query's own dtype."""
+    """See the package for arguments and shapes. Computes in the query's dtype."""
     _, heads, rows, size = query.shape
     scale = scale if scale is not None else size**-0.5
     group = heads // key.shape[1]
