@@ -152,7 +152,7 @@ def test_malformed_lines_are_named(text, message, tmp_path):
     ("row", "message"),
     [
         ({"prompt": ""}, "not empty"),
-        ({"prompt": 3}, "must be a text"),
+        ({"prompt": 3}, "must be a non-empty string"),
         ({"turns": "text"}, "list of at least one"),
         ({"nothing": 1}, "must have prompt or turns"),
     ],
