@@ -345,7 +345,7 @@ def test_more_sequences_than_the_engine_has(loaded, monkeypatch):
     results = {update.index: update.result for update in updates if update.result is not None}
     failed = [result for result in results.values() if result.error is not None]
     assert len(failed) == 1
-    assert "at most 4 sequences of this model together" in str(failed[0].error)
+    assert "at most 4 sequences of this model at once" in str(failed[0].error)
     assert all(result.tokens == plain.tokens for result in results.values() if result.error is None)
 
 

@@ -106,7 +106,7 @@ def make_target(
         if path == "auto" and each.notice:
             remember(model, f"notice {each.name}", partial(_warn, f"{each.notice.format(reason=reason)}"))
     if exact and path == "auto":
-        raise SettingsError(f"exact=True is not available for this model: {reason}; leave exact out")
+        raise SettingsError(f"exact=True is not available for this model: {reason}; omit exact")
     raise SettingsError(f"the {path} path is not available for this model: {reason}; use path='auto'")
 
 
