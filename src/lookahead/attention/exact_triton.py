@@ -63,6 +63,7 @@ def _rows(  # type: ignore[no-untyped-def]
     live = member < group
     head = h * group + member
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    # The queries of the row's group, and the cache of its sequence and head.
     q_at = query + head[:, None] * q_h + row * q_r + d[None, :]
     q = tl.load(q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
     if UPCAST:

@@ -120,6 +120,7 @@ def _parts(  # type: ignore[no-untyped-def]
     live = member < group * rows
     head, row = member // rows, member % rows
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    # The tile's queries and depths, and the cache of this sequence and head.
     q_at = query + b * q_b + (h * group + head)[:, None] * q_h + row[:, None] * q_r + d[None, :]
     q = tl.load(q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
     if UPCAST:
@@ -304,6 +305,7 @@ def attend(
     totals = _empty((pairs, parts + 1, group * rows), dtype=torch.float32, device=device)
     out = _empty((batch, heads, rows, value_size), dtype=query.dtype, device=device)
     values = {"DV": value_size, "BLOCK_DV": _dots(value_size), "enable_fp_fusion": True}
+    # The two launches.
     _parts[(parts + 1, tiles, pairs)](
         query,
         key,

@@ -60,6 +60,7 @@ def run(
     common = {"model": model.name, "dtype": model.dtype, "path": model.target.path, "options": setup}
     common |= environment()
     finished: dict[str, Record] = {record["key"]: record for record in records.read()} if records else {}
+    # Measure in the order of the plan.
     plan = list(_plan(workload, measured, options.repeats))
     result: list[Record] = []
     warmed_up = False
@@ -84,6 +85,7 @@ def run(
         key = key_of(common, asdict(prompt), turn, name, repeat, earlier if method.state == "warm" else None)
         fits = tokens and len(tokens) + options.max_new_tokens <= model.max_positions
         record: Record | None = finished.get(key)
+        # Otherwise measure it, or note that the prompt does not fit.
         if record is None:
             if fits and not warmed_up:
                 for each in measured:
@@ -122,6 +124,7 @@ def run(
         elif method.state == "warm" and fits:
             unseen[method].append(tokens)
         result.append(record)
+        # Plain decoding's output is the reference, and part of the next turn.
         if method is measured[0]:
             reference = record.get("tokens", [])
             answers.append(record.get("text", ""))

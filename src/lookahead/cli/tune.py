@@ -45,6 +45,7 @@ def tune(
             f"this model decodes one row at a time, so there is nothing to tune: {llm.probe.reason}"
         )
 
+    # Measure.
     measured: dict[tuple[int, int, int], float] = {}
 
     def keep(batch: int, context: int, count: int, seconds: float) -> None:
@@ -56,6 +57,7 @@ def tune(
         raise SettingsError(
             f"the cost curve is saved in the cache folder, which is not writable ({error}); set XDG_CACHE_HOME"
         ) from None
+    # Report.
     if as_json:
         names = ("batch", "context", "rows", "ms")
         points = [dict(zip(names, (*sizes, ms), strict=True)) for sizes, ms in measured.items()]

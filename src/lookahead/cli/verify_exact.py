@@ -66,6 +66,7 @@ def verify(
         raise SettingsError("--drafter plain is plain decoding; compare it with --reference generate")
     if isinstance(drafter, Adaptive):  # draft as much as possible, because this command tests drafting
         drafter = replace(drafter, rows=drafter.most_rows)
+    # Compare completions, then single rows bit by bit.
     llm = load_model(load, drafter)
     prompts = prompt or PROMPTS
     runs = [_compare(llm, text, reference, options) for text in prompts]

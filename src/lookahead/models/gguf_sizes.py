@@ -187,6 +187,7 @@ def read_sizes(read: Metadata) -> Sizes:
             file,
             f"{read.architecture}.context_length must be at most {MOST_POSITIONS:,}, got {max_positions:,}",
         )
+    # All sizes are known; check the tensors against them.
     inner = read.whole("feed_forward_length")
     sizes = Sizes(
         vocabulary, hidden, inner, heads, key_heads, head_size, layer_count, rotary_size, max_positions

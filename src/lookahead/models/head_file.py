@@ -172,6 +172,7 @@ def load_head(path: str | os.PathLike[str]) -> HeadWeights:
 def _checked(numbers: Any, arrays: Mapping[str, Array], about: Any) -> HeadWeights:
     """The head described by these parts. Raises ValueError if they contradict each other."""
     vocabulary, hidden, levels, scale, bits = (numbers[name] for name in NUMBERS)
+    # Numbers.
     shortlist = arrays["shortlist"]
     width = len(arrays["gate"])
     whole = all(isinstance(size, int) and 0 < size <= MAX_SIZE for size in (vocabulary, hidden, width))
@@ -180,6 +181,7 @@ def _checked(numbers: Any, arrays: Mapping[str, Array], about: Any) -> HeadWeigh
     _must(bits in BLOCK_BYTES, "its bits must be 4 or 8")
     _must(isinstance(scale, float) and 0 < scale < 1e4, "its scale must be a positive number")
     _must(isinstance(about, dict), "its report must be an object")
+    # Shapes and dtypes.
     block_bytes = BLOCK_BYTES[bits]
     shapes: dict[str, tuple[tuple[int, ...], Any]] = {
         "hidden_norm": ((hidden,), np.float32),
@@ -197,6 +199,7 @@ def _checked(numbers: Any, arrays: Mapping[str, Array], about: Any) -> HeadWeigh
     )
     ascending = bool((np.diff(shortlist) > 0).all())
     _must(ascending and shortlist[0] >= 0 and shortlist[-1] < vocabulary, "its shortlist is not ascending")
+    # Values.
     weights = {name: arrays[name] for name in ("hidden_norm", "embedding_norm")}
     weights |= {name: from_blocks(arrays[name], bits) for name in ("gate", "up", "down")}
     _must(all(np.isfinite(array).all() for array in weights.values()), "its weights must be finite")

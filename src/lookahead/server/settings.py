@@ -105,6 +105,7 @@ class Settings(MachineOptions, DrafterOptions):
         if config is not None and not config.is_file():
             raise SettingsError(f"--config must be a YAML file that exists, got {config}")
 
+        # Options first, then the environment, then the file.
         class Sources(BaseSettings):
             model_config = SettingsConfigDict(env_prefix="LOOKAHEAD_", extra="forbid")
 
@@ -120,6 +121,7 @@ class Settings(MachineOptions, DrafterOptions):
                 file = [YamlConfigSettingsSource(settings_cls, config)] if config is not None else []
                 return init_settings, env_settings, *file
 
+        # Declare the same fields to pydantic, and report its first error in this library's words.
         declared: dict[str, Any] = {
             name: (kind if field.default is not None else kind | None, Field(field.default))
             for name, (kind, field) in offered(cls).items()

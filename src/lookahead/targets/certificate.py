@@ -33,6 +33,7 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
     generator = torch.Generator().manual_seed(0)
     length = max(1, min(PREFIX, facts.max_positions, facts.rope_boundary) - 1)
     target.cache.reserve(1, length + count)
+    # A prefix of random keys and values, and two sets of random tokens.
     for storage in target.cache._storage.values():
         storage.copy_(torch.randn(storage.shape, generator=generator))
     tokens = torch.randint(facts.vocabulary, (2, count), generator=generator).tolist()

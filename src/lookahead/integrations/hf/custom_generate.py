@@ -78,6 +78,7 @@ def generate(
     stopping_criteria = stopping_criteria if stopping_criteria is not None else StoppingCriteriaList()
     probed = probe(model)  # rejects models other than decoder-only language models
     refuse(config, processors, input_ids, synced_gpus, streamer, model_kwargs, given)
+    # The drafter, the length limit, and what to return.
     named = drafter if drafter is not None else getattr(config, "lookahead_drafter", None)
     chosen = as_drafter(named) if named is not None else Adaptive()
     batch, prompt_length = input_ids.shape
@@ -108,6 +109,7 @@ def generate(
     ahead = may_draw_ahead(processors, stopping_criteria)
     temperature = float(config.temperature or 1.0)
 
+    # Decode all rows together.
     rows = [
         Row(
             b,

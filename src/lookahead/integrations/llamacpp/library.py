@@ -179,6 +179,7 @@ class Context:
         parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attn or "auto"]
         parameters.type_k = CACHE_TYPES[options.cache_type_k or KV_TYPE]
         parameters.type_v = CACHE_TYPES[options.cache_type_v or KV_TYPE]
+        # Create the context.
         _errors.clear()
         self.pointer = lib.llama_init_from_model(weights.pointer, parameters)
         if not self.pointer:
@@ -192,6 +193,7 @@ class Context:
         self.memory = lib.llama_get_memory(self.pointer)
         self.cells = int(lib.llama_n_ctx(self.pointer))
         self._rows = min(BATCH_ROWS, self.cells)  # more rows in one call would abort the process
+        # The arrays of a batch, allocated once; llama.cpp reads them by address.
         self._tokens = np.zeros(self._rows, np.int32)
         self._positions = np.zeros(self._rows, np.int32)
         self._counts = np.ones(self._rows, np.int32)

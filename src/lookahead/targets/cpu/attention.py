@@ -101,7 +101,7 @@ def _score_of(fmt: Format) -> Any:
     most = QUERIES
 
     def score(keys: int, query: int, out: int, line: int, head: int, count: int) -> None:
-        q = 0
+        q = 0  # as many queries at once as possible
         while q < count:
             left = count - q
             x = query + 4 * head * q
@@ -150,7 +150,7 @@ def _weighted_sum_of(fmt: Format) -> Any:
             block = values + LANES * size * first
             sums = out + VECTOR * first
             wide = first + vectors <= head // LANES
-            q = 0
+            q = 0  # as many queries at once as possible
             while q < count:
                 left = count - q
                 w = weights + line * q

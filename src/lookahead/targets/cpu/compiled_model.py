@@ -86,6 +86,7 @@ class CompiledModel:
         fmt = self.fmt
         hidden = blueprint.hidden
         heads_size = blueprint.heads * blueprint.head_size
+        # The layers.
         a, b = blueprint.activation
         memory: ArrayMemory | None = None
         for record, layer in zip(self._layers, blueprint.layers(), strict=True):
@@ -109,6 +110,7 @@ class CompiledModel:
         plan["lm_head"] = self._linear(
             blueprint.head, memory, blueprint.head_factor, cap=blueprint.head_cap, padding=float("-inf")
         )
+        # The embeddings.
         if blueprint.position_embedding is not None:
             plan["position_embedding"] = self._address(blueprint.position_embedding)
         plan["embedding_scale"] = blueprint.embedding_factor
@@ -118,6 +120,7 @@ class CompiledModel:
             plan["embedding"] = self._address(embedding.with_code(decoder_address))
         else:
             plan["embedding"] = self._address(embedding)
+        # Sizes and strides.
         self.top = min(TOP, self.vocabulary)
         self.logits_strides = (
             round_up(self.vocabulary, GROUP) * fmt.stored.bytes,
