@@ -55,7 +55,7 @@ class Preparer:
         if asked is not None and self.longest is not None and asked > self.longest:
             raise SettingsError(
                 f"--max-model-len must be at most {self.longest} with this model "
-                f"(its context has {llm.context} tokens), got {asked}; give a smaller value or leave it out"
+                f"(its context has {llm.context} tokens), got {asked}; use a smaller value or omit it"
             )
         asked = asked if asked is not None else DEFAULT_LENGTH
         self.context = asked if self.longest is None else min(asked, self.longest)

@@ -58,7 +58,7 @@ def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:
         if strict and choice != "none":
             raise SettingsError(
                 f"tools.function.strict: the arguments of {strict[0]} follow their schema only if the call is "
-                'required; leave strict out, or set tool_choice to "required" or to the function'
+                'required; omit strict, or set tool_choice to "required" or to the function'
             )
         return None
     functions = {tool.function.name: tool.function for tool in request.tools or []}

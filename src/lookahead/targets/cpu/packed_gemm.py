@@ -255,7 +255,7 @@ def _two_runs(kind: Kind) -> Any:
                     )
             return
 
-        # The first run keeps its totals in memory; the second adds its own and writes the terms.
+        # Earlier runs keep their totals in memory; the last adds its own and writes the terms.
         kept = stack_memory(ALL_KEPT)
         if in_digits:
             keep(_digits(quants, 0, 1), row, stride, count, kept + KEPT)

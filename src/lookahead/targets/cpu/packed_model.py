@@ -313,7 +313,7 @@ def blueprint_of_file(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str
     """The packed parts of a file, its settings, and the bytes of the tensors decoded to bf16, by type.
 
     Raises:
-        Unsupported: transformers' reader must load the file; the message is one line that says why.
+        Unsupported: transformers' reader must load the file; the message is the reason, in one line.
     """
     try:
         settings = read_settings(file)
