@@ -162,7 +162,7 @@ def test_compare_of_equal_texts(model):
         "generate", model, "--prompt", PROMPT, "--ignore-eos", "--compare", "--max-new-tokens", 40
     )
     assert code == 0
-    assert re.search(r"equal to plain decoding · steps \d+ against 39 · seconds", err)
+    assert re.search(r"equal to plain decoding · steps \d+ vs 39 · seconds", err)
 
 
 def test_tokens_of_a_step_share_a_colour(model, llm):
