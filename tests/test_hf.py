@@ -282,7 +282,9 @@ def test_dynamically_quantized_layers_are_refused_by_name(family):
 def test_a_model_that_drafts_nothing_says_so_once(monkeypatch):
     monkeypatch.setattr(refusals, "_warned", set())
     model = tiny_model("mamba", initializer_range=0.1)
-    with pytest.warns(UserWarning, match="with plain decoding, without drafts: .* cannot evaluate a token tree"):
+    with pytest.warns(
+        UserWarning, match="with plain decoding, without drafts: .* cannot evaluate a token tree"
+    ):
         assert path_of(model) == "plain"
     assert path_of(model) == "plain"  # warnings are errors here
 

@@ -205,6 +205,4 @@ def test_generate_writes_a_trace_and_show_makes_a_page(model, tmp_path, monkeypa
     assert code == 0
     assert "is not complete (line" in err
     path.write_bytes(before)
-    refused(
-        "the page must be a writable file", "show", path, "--output", tmp_path / "no" / "p.html"
-    )
+    refused("the page must be a writable file", "show", path, "--output", tmp_path / "no" / "p.html")
