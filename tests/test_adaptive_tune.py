@@ -301,7 +301,7 @@ def test_tuning_while_other_work_runs_is_not_kept(toy, monkeypatch):
     monkeypatch.setattr(measure, "STEADY", 1.0)
     result = call(toy, "--rows", "1,4", "--contexts", "8", "--batches", "4", "--repeats", "4")
     assert result.exit_code == 1
-    assert "not kept" in result.output
+    assert "not saved" in result.output
     llm = lookahead.load(toy, drafter="adaptive")
     assert load_curve(model_key(llm.model, llm.target().path)) is None
 

@@ -218,7 +218,7 @@ def test_a_short_shortlist_gives_fewer_tokens(models):
 
 def test_a_head_of_another_model_is_refused(models):
     for changed in ({"vocabulary": 97}, {"hidden": 96}):
-        with pytest.raises(SettingsError, match=r"96 tokens and hidden states of 64.*train-head"):
+        with pytest.raises(SettingsError, match=r"a vocabulary of 96 and a hidden size of 64.*train-head"):
             make_head(models["packed"], "cpu", weights(**changed))
 
 

@@ -381,7 +381,7 @@ def test_a_model_with_a_recurrent_state_decodes_plainly(files, loaded, monkeypat
     """As if this one had such a state: its memory could not be cut back."""
     plain = loaded().generate([PROMPT, [3, 4]], max_new_tokens=20, ignore_eos=True, drafter=Plain())
     monkeypatch.setattr(library.library(), "llama_model_is_recurrent", lambda model: True)
-    with pytest.warns(UserWarning, match="its recurrent state cannot be cut back"):
+    with pytest.warns(UserWarning, match="its recurrent state cannot be truncated"):
         llm = lookahead.load(files(), engine="llama.cpp", threads=1, **WHOLE)
     assert llm.probe.mode == "plain"
     assert llm.model.loaded.sequences == library.RECURRENT_SEQUENCES
