@@ -311,5 +311,5 @@ def test_a_curve_that_cannot_be_kept_is_one_line(toy, tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("a file where the folder should be")
     result = call(toy, "--rows", "1,4", "--contexts", "8", "--batches", "4", "--repeats", "1")
     assert result.exit_code == 2
-    assert "cannot be written" in result.output
+    assert "not writable" in result.output
     assert "Traceback" not in result.output

@@ -911,7 +911,8 @@ with warnings.catch_warnings(record=True) as told:
         ids, max_new_tokens=20, do_sample=False, custom_generate=lookahead.generate, stats=stats
     )
 assert stats[0].path == "plain" and ours.tolist() == plain.tolist()
-assert any("with plain decoding, without drafts: " in str(one.message) for one in told), told print("equal")
+assert any("with plain decoding, without drafts: " in str(one.message) for one in told), told
+print("equal")
 """
 
 
