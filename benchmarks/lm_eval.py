@@ -1,7 +1,7 @@
 """A model class for lm-evaluation-harness: ``hf-lookahead`` is its ``hf`` with lookahead's decoding.
 
     python -m benchmarks.lm_eval run --model hf-lookahead \
-        --model_args pretrained=MODEL,lookahead=15/5/15 --tasks gsm8k
+        --model_args pretrained=MODEL,drafter=15/5/15 --tasks gsm8k
 
 Everything except text generation is the harness's own, so scores can be compared with those of ``hf``; greedy
 completions are equal token for token.
