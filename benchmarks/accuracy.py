@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy [MODEL] --data DIR --limit 100
 
-The texts are equal token for token, so the scores must be equal; the harness confirms it.
+The completions are equal token for token, so the scores must be equal; the harness confirms this.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUMBER = r"(-?[0-9][0-9,]*(?:\.[0-9]+)?)(?!.*[0-9])"
 
 
 def task(file: Path, limit: int, folder: Path, new_tokens: int) -> dict[str, Any]:
-    """GSM8K as a local task of the harness, its first questions."""
+    """The first questions of GSM8K as a local task of the harness."""
     part = folder / "questions.jsonl"
     with file.open() as lines:
         part.write_text("".join(islice(lines, limit)))

@@ -1,12 +1,12 @@
 """The adaptive drafter step by step: rows chosen, tokens emitted, and how well its estimates are calibrated.
 
     python -m benchmarks.adaptive_run --data FOLDER
-    python -m benchmarks.adaptive_run --draw         the pictures again, from the committed figures
+    python -m benchmarks.adaptive_run --draw         redraw the plots from the committed figures
 
-Decodes code and maths prompts one after the other, cold for each prompt, plainly, with the budget, and with 64 rows
-in every step, and draws two pictures: rows and tokens of every step, and, over the steps of 64 rows, by level of
-estimated probability, how many of the drafted children of accepted nodes were right. The figures go into one JSON
-object. Every text is compared with plain decoding.
+Decodes code and maths prompts sequentially, cold for each prompt: with plain decoding, with the budget, and with 64
+rows in every step. Draws two plots: rows and tokens of every step; and, over the steps of 64 rows, the share of
+correct drafted children of accepted nodes, by estimated probability. The figures go into one JSON object. Every
+completion is compared with plain decoding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEVELS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 class Watched(Drafter):
-    """The state of one sequence; its estimates are compared with what the target chose."""
+    """The state of one sequence. Its estimates are compared with the target's choices."""
 
     def __init__(self, drafter: Adaptive, levels: list[list[float]]) -> None:
         self.drafter = drafter
@@ -78,7 +78,7 @@ class WatchedState(DraftState):
 
 
 def rows_over_time(runs: Sequence[dict[str, Any]]) -> Any:
-    """Rows and tokens of each step of one text of each workload: the one whose rows vary the most."""
+    """Rows and tokens of each step of one completion of each workload: the one whose rows vary the most."""
     figure, axes = new_figure(7.2, 3.6)
     axes.remove()
     texts = {}
@@ -112,7 +112,7 @@ def rows_over_time(runs: Sequence[dict[str, Any]]) -> Any:
 
 
 def calibration(by_temperature: dict[str, list[list[float]]]) -> Any:
-    """Estimated probability of a drafted child of an accepted node against how often it was right."""
+    """Estimated probability of a drafted child of an accepted node, against how often it was correct."""
     figure, axes = new_figure(7.0, 4.4)
     axes.plot([0, 1], [0, 1], color="#888888", linewidth=1, label="as estimated")
     for number, (temperature, levels) in enumerate(by_temperature.items()):
@@ -131,7 +131,7 @@ def calibration(by_temperature: dict[str, list[list[float]]]) -> Any:
 
 
 def draw(facts: Mapping[str, Any], folder: Path) -> None:
-    """Both pictures, from the figures alone."""
+    """Both plots, from the figures alone."""
     save(rows_over_time(facts["runs"]), folder / "adaptive-rows", facts["where"])
     save(calibration(facts["calibration"]), folder / "adaptive-calibration", facts["where"])
 

@@ -1,14 +1,14 @@
-"""S of the adaptive drafter beside the paper's method and prompt lookup, and the gain from each source of drafts.
+"""S of the adaptive drafter alongside the paper's method and prompt lookup, and the gain from each draft source.
 
     python -m benchmarks.adaptive_s --data FOLDER --prompts 10     code and maths, greedy and at temperature 1
     python -m benchmarks.adaptive_s --data FOLDER --quick          without the ablation
-    python -m benchmarks.adaptive_s --draw                         the picture again, from the committed figures
+    python -m benchmarks.adaptive_s --draw                         redraw the plot from the committed figures
 
 S is counted in forward passes, so it does not depend on the machine: tokens after the first over forward passes
-after the prefill, bonus token included, over all prompts of a workload. Adaptive has a fixed number of
-rows here (no budget). Every output is compared with plain decoding, and a difference ends the run.
-``cold``: nothing is kept between prompts. ``warm``: prompts in order share a state; the paper's method keeps
-its pool. ``warm+corpus``: adaptive also proposes from earlier texts. ``hf-prompt-lookup`` is transformers' own.
+after the prefill, bonus token included, over all prompts of a workload. Adaptive has a fixed number of rows here (no
+budget). Every output is compared with plain decoding; a difference ends the run. ``cold``: nothing is kept between
+prompts. ``warm``: prompts in order share a state; the paper's method keeps its pool. ``warm+corpus``: adaptive also
+proposes from earlier sequences. ``hf-prompt-lookup`` is transformers' own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ CREDITED = ("adaptive cold", "adaptive warm", "adaptive warm+corpus")
 
 
 class Runner:
-    """One model, one workload, one temperature. Plain decoding runs once; every other text is compared with it."""
+    """One model, one workload, one temperature. Plain decoding runs once; every other completion is compared with
+    it."""
 
     def __init__(self, model: ModelUnderTest, prompts: list[list[int]], options: RunOptions) -> None:
         self.model = model
@@ -102,7 +103,7 @@ class Runner:
 
 
 def methods(size: int, rows: int, quick: bool) -> dict[str, Callable[[], Callable[[], Drafter]]]:
-    """Label -> (fresh) -> maker of drafters; a maker's drafters share what is kept. ``size`` is V."""
+    """Label -> (fresh) -> maker of drafters; a maker's drafters share their state. ``size`` is V."""
 
     def paper(warm: bool) -> Callable[[], Drafter]:
         pool = NGramPool(PAPER[2]) if warm else None
@@ -135,7 +136,7 @@ def methods(size: int, rows: int, quick: bool) -> dict[str, Callable[[], Callabl
 
 
 def credit_by_source(records: Sequence[dict[str, Any]], most: int) -> Any:
-    """Accepted drafted tokens per step, by the source that proposed them."""
+    """Accepted draft tokens per step, by the source that proposed them."""
     figure, axes = new_figure(7.2, 3.8)
     bars = []
     for workload, temperature in sorted({(r["workload"], r["temperature"]) for r in records}):

@@ -1,9 +1,9 @@
-"""Up to how many sequences does drafting pay? Tokens per second by batch size, and the memory of drafters.
+"""Up to how many sequences does drafting pay off? Tokens per second by batch size, and the memory of drafters.
 
     python -m benchmarks.batch_size [MODEL] --data DIR
 
-The same prompts at every batch size, plain decoding and adaptive in turns, all texts compared; in the last line there
-are as many prompts as sequences, so that none waits.
+The same prompts at every batch size, alternating plain decoding and adaptive, all completions compared. In the last
+line there are as many prompts as sequences, so that none waits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OF_DRAFTERS = [tracemalloc.Filter(True, f"*/lookahead/{part}") for part in ("dra
 def speeds(
     llm: Any, prompts: Sequence[list[int]], size: int, repeats: int, new_tokens: int
 ) -> dict[str, Any]:
-    """One line of the table: ``size`` sequences at a time; a waiting prompt takes the place of one that ends."""
+    """One line of the table: ``size`` sequences at a time; a waiting prompt replaces one that ends."""
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
     texts: dict[str, list[list[int]]] = {}
     steps = rows = new = 0
@@ -74,10 +74,10 @@ def speeds(
 
 
 def memory(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
-    """Bytes of the weights (None for packed ones) and of the KV cache per token, and what a drafter keeps of a text.
+    """Bytes of the weights (None if packed), of the KV cache per token, and of a drafter's state per sequence.
 
     A drafter's bytes are those that ``tracemalloc`` attributes to its own files while it is alive: Python objects and
-    numpy arrays. The cache, the prompt and the activations of the prefill are none of them.
+    numpy arrays. The cache, the prompt and the prefill's activations are not included.
     """
     target = llm.target()
     target.prefill([(0, prompt)])
@@ -86,13 +86,13 @@ def memory(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
     model = ModelUnderTest.of(llm)
     kept = {}
     for name in DRAFTERS:
-        for traced in (False, True):  # the first text compiles and imports
+        for traced in (False, True):  # the first prompt compiles and imports
             if traced:
                 tracemalloc.start()
             drafter = as_drafter(name)
             request = make_request(model, prompt, drafter, RunOptions(new_tokens))
             engine = Engine(lambda: model.target)
-            sequence = engine.add(request)  # holds the drafter's state
+            sequence = engine.add(request)  # keeps the drafter's state alive
             while engine.busy:
                 engine.step()
             if traced:
@@ -101,7 +101,7 @@ def memory(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
                 tracemalloc.stop()
                 kept[name] = sum(trace.size for trace in snapshot.traces)
     per_token = storage[0].nbytes / storage[0].shape[2] if storage is not None else None
-    # Packed weights take as much as in their file, and are no parameters of a module.
+    # Packed weights take as much as in their file, and are not parameters of a module.
     module = isinstance(llm.model, torch.nn.Module)
     weights = sum(parameter.nbytes for parameter in llm.model.parameters()) if module else None
     tokens = len(prompt) + len(sequence.tokens)

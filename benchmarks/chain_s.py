@@ -1,10 +1,10 @@
-"""What vLLM's interface costs adaptive in S: from trees with a window down to short chains from text alone.
+"""The cost of vLLM's interface in S for adaptive: from trees with a window down to short chains from text alone.
 
     python -m benchmarks.chain_s MODEL --data DIR --limit 3 --tokens 48
 
-vLLM takes chains only. Each line takes something more away, in our own engine. Every step drafts (no budget), and
-what is learned of one text serves the next. S is tokens per pass after the prompt; it depends on no times. Prints a
-table, which ``benchmarks.vllm`` puts on its page too.
+vLLM accepts chains only. Each line removes one more feature, in our own engine. Every step drafts (no budget), and
+what is learned from one sequence serves the next. S is tokens per pass after the prompt, independent of times. Prints
+a table, which ``benchmarks.vllm`` also puts on its page.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def table(model: str, dtype: str, data: Path, limit: int, tokens: int, drafted: 
         dtype: of the weights.
         data: folder of the data sets.
         limit: prompts of each data set.
-        tokens: of each text.
+        tokens: new tokens per prompt.
         drafted: most tokens of a short chain.
     """
     llm = lookahead.load(model, dtype=dtype)

@@ -1,10 +1,9 @@
-"""Convert a GGUF file to another precision, so that all libraries can be measured in one.
+"""Convert a GGUF file to another precision, so that all libraries can be measured in the same one.
 
     python -m benchmarks.convert_gguf IN.gguf OUT.gguf --type BF16        or F32, F16, Q8_0, Q4_0, Q4_K_M, IQ4_NL
 
-The weights are IN's, dequantized as transformers does it; no original model is read. Matrices are packed again,
-vectors (norms, biases) stay in float32, as llama.cpp requires. Q4_K_M and IQ4_NL are made by llama.cpp's quantizer,
-from F16.
+The weights are IN's, dequantized as in transformers; no original model is read. Matrices are packed again; vectors
+(norms, biases) stay in float32, as llama.cpp requires. Q4_K_M and IQ4_NL are made by llama.cpp's quantizer, from F16.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The data sets of the paper and of Spec-Bench as prompts. No data comes with the project.
+"""The data sets of the paper and of Spec-Bench as prompts. The project includes no data.
 
-A data set is read from ``name=PATH``, or from a folder of data sets (``--data``) in which it is a file, or a folder
-with a file, of its name. docs/benchmarks.md lists the names and where each file comes from.
+A data set is read from ``name=PATH``, or from a folder of data sets (``--data``) that contains a file of its name, or
+a folder of its name with such a file. docs/benchmarks.md lists the names and where each file comes from.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lookahead.core import SettingsError
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Which fields of a row make the prompt. A row with ``turns`` is a conversation and needs no template."""
+    """The fields of a row that make the prompt. A row with ``turns`` is a conversation and needs no template."""
 
     origin: str  # where the file comes from, for people
     turn: str = "{turns}"  # template of the user's turn
@@ -53,7 +53,7 @@ class Source:
 
 _GITHUB, _HUB = "https://github.com/", "https://huggingface.co/datasets/"
 _COMPLETE = "Complete this Python {}. Answer with the code only.\n\n"
-#: What the project's pages are measured on.
+#: The data sets of the project's pages.
 SETS = ("humaneval", "gsm8k", "mbpp", "mt-bench", "classeval", "spec-bench")
 SOURCES: dict[str, Source] = {
     "humaneval": Source(
@@ -147,7 +147,7 @@ def load_workload(
 
 
 def find_file(name: str, data: str | Path | None) -> Path | None:
-    """The file of a data set under ``data``: in a folder of its name, or itself of that name. None if absent."""
+    """The file of a data set under ``data``: a file of its name, or inside a folder of its name. None if absent."""
     if data is None:
         return None
     root = Path(data)

@@ -1,10 +1,10 @@
-"""What each departure from the paper is worth: S of lookahead decoding with our choice and with the paper's.
+"""The value of each departure from the paper: S of lookahead decoding with our choice and with the paper's.
 
     python -m benchmarks.departures [--model MODEL] [--prompts 6] [--new-tokens 128]
-    python -m benchmarks.departures --presets       the presets beside the adaptive drafter (docs/settings.md)
+    python -m benchmarks.departures --presets       the presets alongside the adaptive drafter (docs/settings.md)
 
-S is the number of tokens per forward pass after the prefill; it does not depend on the machine's speed. Every text is
-compared with plain decoding. docs/settings.md lists the departures.
+S is the number of tokens per forward pass after the prefill; it does not depend on the machine's speed. Every
+completion is compared with plain decoding. docs/settings.md lists the departures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FUNCTION = """def mean(values):
         total += value
     return total / len(values)
 """
-#: Code, edits of a given text, and prose; a text is completed as it is, a question goes through the chat template.
+#: Code, edits of a given text, and prose. Code is completed as it is; questions go through the chat template.
 PROMPTS: list[tuple[str, bool]] = [
     ('def quicksort(array):\n    """Sort a list of numbers."""\n', False),
     (f"Rename the variable total to result in this function and show all of it:\n\n{FUNCTION}", True),
@@ -40,7 +40,7 @@ PROMPTS: list[tuple[str, bool]] = [
 
 
 class LongNGramsOnly(NGramPool):
-    """A pool that takes no n-grams of the warm-up, which are shorter than N."""
+    """A pool without the n-grams of the warm-up, which are shorter than N."""
 
     def add(self, key: int, continuation: tuple[int, ...]) -> None:
         if len(continuation) == N - 1:
@@ -64,7 +64,7 @@ DEPARTURES: dict[str, Drafter] = {
 }
 
 
-#: The presets beside the adaptive drafter with fixed numbers of rows, so that no step times enter.
+#: The presets alongside the adaptive drafter with fixed numbers of rows, so that step times have no effect.
 PRESETS: dict[str, Drafter] = {
     **{name: Lookahead.preset(name) for name in ("code", "text", "creative", "cpu", "34b", "13b", "7b")},
     **{f"adaptive, {rows} rows": lookahead.Adaptive(rows=rows) for rows in (16, 64)},
@@ -78,7 +78,7 @@ def measure(
     show: Callable[[str], None],
     drafters: Mapping[str, Drafter] = DEPARTURES,
 ) -> None:
-    """Print S and rows a step by drafter, S per text, and how many texts equal plain decoding."""
+    """Print S and rows per step by drafter, S per completion, and how many completions equal plain decoding."""
     prompts = [
         llm.encode([{"role": "user", "content": text}] if chat else text) for text, chat in PROMPTS[:count]
     ]

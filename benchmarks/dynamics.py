@@ -1,10 +1,10 @@
-"""What happens inside a text: the pool's growth and use, Jacobi's convergence by iteration, and memory.
+"""What happens during a completion: the pool's growth and use, Jacobi's convergence by iteration, and memory.
 
     python -m benchmarks.dynamics --data data --limit 5
 
-The paper has no figures for these. All but memory follow from the tokens alone, so they do not depend on the machine
-nor on what else it does. Lookahead is (15, 5, 15) with an empty pool, Jacobi a block of 16. The JSON beside the page
-has the counts of every text.
+The paper has no figures for these. All except memory follow from the tokens alone, so they depend neither on the
+machine nor on its load. Lookahead is (15, 5, 15) with an empty pool, Jacobi a block of 16. The JSON next to the page
+has the counts of every completion.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SETS = ("humaneval", "mbpp", "gsm8k", "classeval", "mt-bench", "spec-bench")
 #: Emitted tokens after which the pool is counted.
 MARKS = (16, 32, 64, 128)
 BLOCK = 16
-#: Tokens of the prompt before which memory is measured.
+#: Prompt length at which memory is measured.
 PROMPT = 512
 
 
@@ -55,10 +55,10 @@ def pool_of_text(llm: Any, prompt: Any, tokens: int) -> dict[str, Any]:
 
 
 def convergence_of_text(llm: Any, prompt: Any, tokens: int) -> dict[str, Any]:
-    """How often a guess is the text's own token, by the number of times that its position was evaluated before."""
+    """How often a guess is correct, by the number of times that its position was evaluated before."""
     guesses: list[tuple[int, list[int]]] = []  # (position in the text of the first, the guesses of a step)
     emitted, block_start, iterations = 0, 1, 0
-    entered: list[int] = []  # by step, how many iterations its block had behind it
+    entered: list[int] = []  # by step, how many iterations its block has been through
     for update in llm.run([prompt], max_new_tokens=tokens, drafter=Jacobi(BLOCK)):
         if update.tree is not None:
             guesses.append((emitted, update.tree.tokens[1:]))
@@ -83,7 +83,7 @@ def convergence_of_text(llm: Any, prompt: Any, tokens: int) -> dict[str, Any]:
 
 
 def memory(llm: Any) -> dict[str, float]:
-    """MB after a prompt of ``PROMPT`` tokens and a step: keys and values, and what each drafter keeps of the text."""
+    """MB after a prompt of ``PROMPT`` tokens and a step: keys and values, and each drafter's state."""
     text = [(101 * i + 7) % llm.vocabulary for i in range(PROMPT)]
     held = batch_size.memory(llm, text, 2)
     kept = {f"state of {name}": size / 1e6 for name, size in held["kept"].items()}
@@ -91,7 +91,7 @@ def memory(llm: Any) -> dict[str, float]:
 
 
 def pool_table(texts: dict[str, list[dict[str, Any]]]) -> str:
-    """Means over the texts of each workload that are as long as the mark."""
+    """Means over the completions of each workload that are as long as the mark."""
     rows = []
     for name, each in texts.items():
         sizes = []
@@ -111,7 +111,7 @@ def pool_table(texts: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def convergence_table(texts: dict[str, list[dict[str, Any]]], ages: Sequence[int]) -> str:
-    """Shares of all guesses of a workload's texts."""
+    """Shares of all guesses of a workload."""
     rows = []
     for name, each in texts.items():
         shares = []

@@ -1,16 +1,17 @@
-"""Exact mode on the transformers path: how many drafted texts differ from plain ones, and what exactness costs.
+"""Exact mode on the transformers path: how many drafted completions differ from plain ones, and the cost of
+exactness.
 
-    python -m benchmarks.exact_text                          100 texts of 256 tokens, greedy and sampled; some hours
+    python -m benchmarks.exact_text                          100 completions of 256 tokens, greedy and sampled; hours
     python -m benchmarks.exact_text --cost                   tokens per second with and without it; quiet machine
-    python -m benchmarks.exact_text --page                   the page again, from the records
+    python -m benchmarks.exact_text --page                   rewrite the page from the records
 
-Texts: functions of Python's standard library without their bodies are decoded ``--batch`` at a time, plainly and by
-``--method``, both with ``exact=True``. The first ``--controls`` texts are decoded again without it: some of them must
-differ, or the test has no power. Their seconds are CPU time, which a busy machine hardly changes. Cost: one text at a
-time in wall time, all variants of a model in turn, the best of ``--rounds``; the model of the 0.5B shape has random
-weights, whose sampled texts cannot be predicted.
+Completions: functions of Python's standard library without their bodies are decoded ``--batch`` at a time, with plain
+decoding and with ``--method``, both with ``exact=True``. The first ``--controls`` prompts are decoded again without
+it: some of them must differ, or the test has no power. Their seconds are CPU time, which a busy machine hardly
+affects. Cost: one prompt at a time in wall-clock time, alternating all variants of a model, the best of ``--rounds``;
+the model of the 0.5B shape has random weights, whose sampled output cannot be predicted.
 
-One JSON line for each group or cost is written to ``--out``, and the page after every line. What is in the file is
+One JSON line for each group or cost is written to ``--out``, and the page after every line. Groups in the file are
 not measured again, so the same command continues after an interrupt.
 """
 
@@ -42,19 +43,19 @@ from lookahead.targets.paths import make_target
 OUT = Path(__file__).parent.parent / "docs" / "results" / "exact.jsonl"
 #: Greedy, and sampled with a seed.
 TEMPERATURES = (0.0, 0.8)
-#: Methods whose cost is measured.
+#: Methods measured for cost.
 METHODS = ("plain", "adaptive")
 Job = tuple[str, float, dict[str, Any]]
 
 
 def take(llm: LLM, exact: bool) -> None:
-    """Decode on the transformers path from now on; the check at load happens here, so that it is not timed."""
+    """Decode on the transformers path from now on. The check at load runs here, so that it is not timed."""
     llm.target = partial(make_target, llm.model, path="exact" if exact else "transformers")  # type: ignore[method-assign]
     llm.target()
 
 
 def text_jobs(given: argparse.Namespace) -> Iterator[Job]:
-    """(key, share of the work, settings) of each group, greedy and sampled in turn, the controls first."""
+    """(key, share of the work, settings) of each group, alternating greedy and sampled, the controls first."""
     for start in range(0, given.texts, given.batch):
         count = min(given.batch, given.texts - start)
         for temperature in TEMPERATURES:
@@ -73,7 +74,7 @@ def text_jobs(given: argparse.Namespace) -> Iterator[Job]:
 
 
 def measure_texts(llm: LLM, settings: dict[str, Any]) -> dict[str, Any]:
-    """One group of texts, plain and drafted."""
+    """One group of completions, plain and drafted."""
     first, end = settings["texts"]
     prompts = [llm.encode(prompt["plain"])[-120:] for prompt in stdlib_prompts(end)][first:]
     take(llm, settings["exact"])
@@ -115,7 +116,7 @@ def cost_jobs(given: argparse.Namespace) -> Iterator[Job]:
 
 
 def measure_cost(llm: LLM, settings: dict[str, Any]) -> dict[str, Any]:
-    """Tokens per second of plain and drafted decoding, exact and not, and whether exact texts are equal."""
+    """Tokens per second of plain and drafted decoding, exact and not, and whether exact completions are equal."""
     real = llm.tokenizer is not None
     prompts = [llm.encode(prompt["plain"])[-120:] for prompt in stdlib_prompts(3)] if real else []
     generator = torch.Generator().manual_seed(0)
@@ -150,7 +151,7 @@ def measure_cost(llm: LLM, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def page(lines: list[dict[str, Any]], command: str) -> str:
-    """The page, by machine: texts that differ, then the costs."""
+    """The page, by machine: completions that differ, then the costs."""
     text = ["# Exact mode: texts that differ, and what it costs", "", f"`{command}`", ""]
     for where in dict.fromkeys(line["where"] for line in lines):
         here = [line for line in lines if line["where"] == where]

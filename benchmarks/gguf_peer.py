@@ -1,4 +1,4 @@
-"""What other libraries have in common as methods of the benchmark; most of them read GGUF files themselves."""
+"""Shared code of other libraries as methods of the benchmark; most of them read GGUF files themselves."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from lookahead.bench.methods import Method, ModelUnderTest, Outcome, RunOptions
 from lookahead.core import SettingsError, Stats
 
-#: Most tokens that prompt lookup drafts in any library: the example of transformers' documentation.
+#: Maximum tokens drafted by prompt lookup in any library; the example in transformers' documentation.
 LOOKUP_TOKENS = 10
 
 
 def outcome_of(
     prompt_tokens: int, tokens: list[int], rows: list[int], sizes: list[int], times: list[float]
 ) -> Outcome:
-    """What another library's decoding cost.
+    """The cost of another library's decoding.
 
     Args:
         prompt_tokens: length of the prompt.
         tokens: the new tokens.
         rows: rows of each step.
         sizes: tokens that the prefill gave, then those of each step.
-        times: when decoding began, when the prefill's tokens came, then each step's, in seconds.
+        times: when decoding began, when the prefill's tokens arrived, then each step's, in seconds.
     """
     prefill, *steps = sizes
     if len(steps) != len(rows) or len(tokens) != sum(sizes):
@@ -40,19 +40,19 @@ def outcome_of(
 
 
 class GGUFPeer(Method):
-    """Greedy decoding of a GGUF file by another library, which an optional package brings.
+    """Greedy decoding of a GGUF file by another library, from an optional package.
 
     Args:
         name: ends in "-greedy" or "-lookup", for prompt lookup.
-        file: a GGUF file; empty for the file that the model was read from.
+        file: a GGUF file; empty for the model's own file.
         model: the model under test.
 
     Attributes:
-        package: its name on the package index; ``installing`` says what the installation takes.
-        engine: the library's object for the file, loaded by the first prompt.
+        package: its name on the package index; ``installing`` describes the installation.
+        engine: the library's object for the file, loaded for the first prompt.
 
     Raises:
-        SettingsError: the package is not installed, or there is no such file.
+        SettingsError: the package is not installed, or the file is missing.
     """
 
     package: str
@@ -73,7 +73,7 @@ class GGUFPeer(Method):
         self.engine: Any = None
 
     def comparable(self, options: RunOptions) -> bool:
-        """Never: these engines round differently, and a quantized file has other weights."""
+        """Never, because these engines round differently, and a quantized file has other weights."""
         return False
 
     def check_greedy(self, options: RunOptions) -> None:

@@ -1,4 +1,4 @@
-"""A model of GPUs, on none of which this has run: step times, speed-ups and memory from shapes and data sheets.
+"""A model of GPUs that this has not run on: step times, speed-ups and memory from shapes and data sheets.
 
     python -m benchmarks.gpu_model            print the tables of docs/gpu.md
     python -m benchmarks.gpu_model --write    put them into the page
@@ -129,7 +129,7 @@ class Method:
 
 
 def measured_methods() -> list[Method]:
-    """S of code with SmolLM2, from docs/results/adaptive.json; the drafter's time from host-cost.json."""
+    """S of code with SmolLM2 from docs/results/adaptive.json, the drafter's time from host-cost.json."""
     figures = json.loads((RESULTS / "adaptive.json").read_text())["figures"]
     found = {
         figure["method"]: figure
@@ -151,7 +151,7 @@ def measured_methods() -> list[Method]:
 
 @dataclass(frozen=True)
 class Published:
-    """A speed-up that the paper or its authors measured with LLaMA-2-Chat 7B in fp16 on MT-Bench.
+    """A speed-up measured by the paper or its authors with LLaMA-2-Chat 7B in fp16 on MT-Bench.
 
     Attributes:
         s: S, as published; 0 if it is not: then equation 7 with the paper's alpha and f gives it.
@@ -205,7 +205,7 @@ def cache_bytes(
 ) -> int:
     """Bytes of the cache for sequences of at most ``tokens`` tokens, the rows of the next step included.
 
-    Slots and capacity double as they grow, so both are powers of two; the capacity begins at ``CAPACITY``.
+    Slots and capacity grow by doubling, so both are powers of two; the capacity starts at ``CAPACITY``.
     """
     slots = 1 << (sequences - 1).bit_length()
     capacity = max(CAPACITY, 1 << (tokens - 1).bit_length())
@@ -213,7 +213,7 @@ def cache_bytes(
 
 
 def logits_bytes(shape: Shape, rows: int) -> int:
-    """Bytes of the logits of a captured pass and of the copy that the host's code reads, in 16 bits."""
+    """Bytes of the logits of a captured pass and of the copy read on the host, in 16 bits."""
     return 2 * 2 * rows * shape.vocabulary
 
 
@@ -315,7 +315,7 @@ RECIPES = {"ablation": 128, "scaling-law": 128, "end-to-end": 128}
 
 
 def recipe_seconds(study: str, card: Card) -> float:
-    """Seconds of all steps of a study with Llama-2 7B, with the texts, S and rows of our own page of it."""
+    """Seconds of all steps of a study with Llama-2 7B, with the completions, S and rows of our own page."""
     total = 0.0
     for figure in json.loads((RESULTS / f"{study}.json").read_text())["figures"]:
         done = figure["all"]
@@ -346,7 +346,7 @@ TABLES = {
 
 
 def page(text: str) -> str:
-    """The page with its tables computed again."""
+    """The page with recomputed tables."""
     for name, table in TABLES.items():
         block = rf"(<!-- computed: {name} -->\n).*?(<!-- end -->)"
         text = re.sub(block, lambda m, table=table: f"{m[1]}{table()}\n{m[2]}", text, flags=re.S)  # type: ignore[misc]

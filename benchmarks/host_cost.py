@@ -1,13 +1,13 @@
-"""Host cost of a step: what drafting and learning cost beside the forward pass, in microseconds.
+"""Host cost of a step: drafting and learning, in addition to the forward pass, in microseconds.
 
     python -m benchmarks.host_cost                       SmolLM2, functions of the standard library
     python -m benchmarks.host_cost --model PATH --steps 300 --rows 64
 
-Measured during real decoding, so that caches are as cold as a forward pass leaves them. Per step: ``draft`` and
-``observe``; and separately ``scores`` (argmaxes or the best tokens of all rows: work on logits that grows with the
-vocabulary) and ``noise`` of later positions (plain sampling computes the same numbers, later). Steps with fewer rows
-than requested are left out. ``cpu`` is the thread's CPU time, ``wall`` is wall time; on a quiet machine they agree.
-``prompt`` is the cost of a request that is paid once: reading a prompt of 2000 tokens and drafting the first tree.
+Measured during real decoding, so that caches are as cold as after a forward pass. Per step: ``draft`` and
+``observe``, and separately ``scores`` (argmaxes or the best tokens of all rows, which grows with the vocabulary) and
+``noise`` of later positions (plain sampling computes the same numbers, later). Steps with fewer rows than requested
+are skipped. ``cpu`` is the thread's CPU time, ``wall`` is wall-clock time; on a quiet machine they agree. ``prompt``
+is the one-off cost of a request: reading a prompt of 2000 tokens and drafting the first tree.
 """
 
 from __future__ import annotations
@@ -148,13 +148,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results/host-cost"), help="page and JSON")
     args = parser.parse_args()
     llm = lookahead.load(args.model, dtype=args.dtype)
-    model = replace(ModelUnderTest.of(llm), eos=frozenset())  # texts that end early have few steps
+    model = replace(ModelUnderTest.of(llm), eos=frozenset())  # completions that end early have few steps
     workload = load_workload("stdlib", limit=200)
     prompts = [prompt.tokens(llm.tokenizer)[:256] for prompt in workload]
     records, load = [], os.getloadavg()[0]
     for case in CASES:
         rows = 105 if case == "lookahead" else args.rows  # a full window and most of its candidates
-        measure(model, prompts[:1], case, rows, 1)  # compiles, or loads what was compiled
+        measure(model, prompts[:1], case, rows, 1)  # compiles, or loads compiled code
         parts = measure(model, prompts, case, rows, args.steps)
         if not parts:
             print(f"{case}: no step had {rows} rows")

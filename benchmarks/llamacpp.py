@@ -1,10 +1,10 @@
-"""llama.cpp beside ours, through the package llama-cpp-python if it is installed; it is never a dependency.
+"""llama.cpp alongside ours, through the package llama-cpp-python if it is installed; it is never a dependency.
 
     llamacpp-greedy                plain decoding of the GGUF file that the model was read from
     llamacpp-lookup                prompt lookup of at most ten tokens, like the other libraries'
     llamacpp-lookup:FILE           another file, for example a conversion by benchmarks/convert_gguf.py
 
-Prompts are the same token ids, the number of threads is torch's, and passes are counted where the package evaluates.
+Prompts are the same token ids, the number of threads is torch's, and passes are counted inside the package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lookahead.core import SettingsError
 from .gguf_peer import LOOKUP_TOKENS, GGUFPeer, outcome_of
 
 LLAMA_CPP = ("llamacpp-greedy", "llamacpp-lookup")
-#: The largest context: with prompt lookup it holds the logits of the whole vocabulary for every position.
+#: The largest context. With prompt lookup it stores the logits of the whole vocabulary for every position.
 CONTEXT = 4096
 
 
@@ -57,7 +57,7 @@ class LlamaCpp(GGUFPeer):
                 f"{self.label} has {llama.n_ctx()} positions, got {len(prompt)} prompt tokens and "
                 f"{options.max_new_tokens} new ones; leave the prompt out"
             )
-        passes: list[tuple[int, list[int], list[float]]] = []  # rows, their tokens, when these came
+        passes: list[tuple[int, list[int], list[float]]] = []  # rows, their tokens, and when these arrived
         evaluate = type(llama).eval
 
         def counting(tokens: Sequence[int]) -> None:

@@ -1,12 +1,12 @@
-"""Our drafters on the engine llama.cpp, beside llama.cpp's own examples, on the same file, prompts and threads.
+"""Our drafters on the llama.cpp engine alongside llama.cpp's own examples, on the same file, prompts and threads.
 
     python -m benchmarks.llamacpp_examples --bin llama.cpp/build/bin --model model.gguf --limit 4 --tokens 64
 
-``--bin`` holds llama.cpp's programs, of which llama-bench (plain decoding), llama-lookup and llama-lookahead are run;
-an own build may call the last two lookup and lookahead. Each program is given the prompt as text, and must say that
-it has read as many tokens as ours. S is tokens per pass after the prompt. Greedy; prints a table for each workload.
-Where llama-server is there too, its ngram modes (``--spec-type``) are measured as well, each text compared with its
-own plain one.
+``--bin`` is the folder of llama.cpp's programs: llama-bench (plain decoding), llama-lookup and llama-lookahead are
+run; a custom build may call the last two lookup and lookahead. Each program gets the prompt as text, and must report
+the same number of prompt tokens as ours. S is tokens per pass after the prompt. Greedy; prints a table for each
+workload. If llama-server is there too, its ngram modes (``--spec-type``) are also measured, each completion compared
+with its own plain one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from lookahead.core import SettingsError
 from .datasets import load_workload
 from .page import write_page
 
-#: What we measure. The triple is the one that is compiled into llama-lookahead.
+#: What we measure. The triple is the one compiled into llama-lookahead.
 OURS = ("plain", "adaptive", "prompt_lookup", "15,5,15")
-#: What llama-server's ``--spec-type`` takes without a draft model.
+#: Values of llama-server's ``--spec-type`` without a draft model.
 MODES = ("none", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 ABOUT = (
     "Greedy; the same file, prompts and threads for each. S is tokens per pass after the prompt, tokens/s leave the "
@@ -46,10 +46,10 @@ Cost = tuple[int, int, float]
 
 
 def said(output: str, name: str) -> float:
-    """The number that an example prints after a name.
+    """The number printed by an example after a name.
 
     Raises:
-        SettingsError: it prints no such thing.
+        SettingsError: it does not print the name.
     """
     found = re.search(rf"\b{name}\s*=\s*([\d.]+)", output)
     if found is None:
@@ -58,13 +58,13 @@ def said(output: str, name: str) -> float:
 
 
 def cost_of(output: str, prompt_tokens: int, counts_first: bool) -> Cost:
-    """What llama-lookahead or llama-lookup says of one text: every pass gives one token and those it has accepted.
+    """The cost reported by llama-lookahead or llama-lookup: every pass gives one token and the accepted ones.
 
     Args:
         counts_first: whether its tokens include that of the prompt's own pass, as those of llama-lookup do.
 
     Raises:
-        SettingsError: it has read another prompt than ours.
+        SettingsError: it read another prompt than ours.
     """
     read = re.search(r"encoded\s+(\d+) tokens", output)
     if read is None or int(read.group(1)) != prompt_tokens:
@@ -85,7 +85,7 @@ def program(folder: Path, name: str) -> str:
 
 
 def examples(arguments: argparse.Namespace) -> dict[str, Callable[[str, int], Cost]]:
-    """Name -> what runs one of llama.cpp's examples on (prompt, its tokens)."""
+    """Name -> a function that runs one of llama.cpp's examples on (prompt, its tokens)."""
 
     def runner(name: str) -> Callable[[str, int], Cost]:
         path = program(arguments.bin, name)
@@ -102,7 +102,7 @@ def examples(arguments: argparse.Namespace) -> dict[str, Callable[[str, int], Co
 
 
 def plain_of_bench(arguments: argparse.Namespace, depth: int) -> Cost:
-    """What llama-bench needs for a text that begins after ``depth`` tokens; it decodes random ones."""
+    """The cost of plain decoding after ``depth`` tokens by llama-bench, which decodes random tokens."""
     command = [program(arguments.bin, "bench"), "-m", str(arguments.model), "-t", str(arguments.threads)]
     command += ["-p", "0", "-n", str(arguments.tokens), "-d", str(depth), "-r", "1", "-o", "json"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -148,7 +148,7 @@ def served(
 
 
 def cost_of_answer(answer: dict[str, Any]) -> Cost:
-    """What llama-server says of one text; the first token is the prompt's own."""
+    """The cost reported by llama-server; the first token belongs to the prompt."""
     timings = answer["timings"]
     tokens = timings["predicted_n"] - 1
     return tokens, tokens - timings.get("draft_n_accepted", 0), timings["predicted_ms"] / 1e3
@@ -159,7 +159,7 @@ def measure(arguments: argparse.Namespace, llm: Any, prompts: Sequence[list[int]
     theirs = examples(arguments)
     costs: dict[str, list[Cost]] = {}
     texts: dict[str, list[Any]] = {}
-    for drafter in OURS:  # nothing that happens once is paid by a prompt
+    for drafter in OURS:  # one-off work is not charged to a prompt
         llm.generate(prompts[0], max_new_tokens=4, drafter=drafter)
     for ids in prompts:
         text = llm.tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,10 +1,10 @@
 """A model class for lm-evaluation-harness: ``hf-lookahead`` is its ``hf`` with lookahead's decoding.
 
     python -m benchmarks.lm_eval run --model hf-lookahead \
-        --model_args pretrained=MODEL,lookahead=15/5/15 --tasks gsm8k
+        --model_args pretrained=MODEL,drafter=15/5/15 --tasks gsm8k
 
-Everything but the generation of text is the harness' own, so scores can be compared with those of ``hf``;
-greedy texts are the same, token for token.
+Everything except text generation is the harness's own, so scores can be compared with those of ``hf``; greedy
+completions are equal token for token.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lookahead.models.tokenizer import GGUFTokenizer
 
 @register_model("hf-lookahead")
 class HFLookahead(HFLM):
-    """``hf`` of lm-evaluation-harness, whose texts are generated with lookahead.
+    """``hf`` of lm-evaluation-harness, generating with lookahead.
 
     Args:
-        drafter: a drafter as text, with "/" for each comma, because the harness splits its arguments at commas:
-            "adaptive", "15/5/15".
+        drafter: a drafter as a string, with "/" instead of commas, because the harness splits its arguments at
+            commas: "adaptive", "15/5/15".
         **keywords: those of ``hf``.
 
     Attributes:
-        stats: what each sequence cost.
+        stats: the cost of each sequence.
     """
 
     def __init__(self, *args: Any, drafter: str = "adaptive", **keywords: Any) -> None:
@@ -38,14 +38,14 @@ class HFLookahead(HFLM):
         keywords.setdefault("device", "cpu")
         if isinstance(
             keywords.get("tokenizer"), GGUFTokenizer
-        ):  # the harness takes transformers' own classes
+        ):  # the harness expects transformers' own classes
             keywords["tokenizer"] = keywords["tokenizer"].as_transformers
         super().__init__(*args, **keywords)
         if self.backend != "causal":
             raise SettingsError("hf-lookahead needs a decoder-only model")
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **keywords: Any) -> Any:
-        # The harness' stop criterion counts the rows of its batch, so every row is a batch of its own.
+        # The harness's stop criterion counts the rows of its batch, so every row is a separate batch.
         import torch
 
         mask = keywords.pop("attention_mask", None)

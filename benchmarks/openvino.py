@@ -1,11 +1,11 @@
-"""OpenVINO GenAI beside ours, on GGUF files, where the package openvino-genai is installed; it is never a dependency.
+"""OpenVINO GenAI alongside ours, on GGUF files, if the package openvino-genai is installed; never a dependency.
 
     openvino-greedy                plain decoding of the GGUF file that the model was read from
     openvino-lookup                its prompt lookup: at most ten tokens, n-grams of at most three
     openvino-lookup:FILE           another file; it reads Q8_0, Q4_0 and F16, and neither Q4_1 nor mixed files
 
-Prompts are the same token ids and the number of threads is torch's. The package does not tell how many rows it
-evaluates: a step of prompt lookup is counted as one row and its tokens.
+Prompts are the same token ids and the number of threads is torch's. The package does not report how many rows it
+evaluates, so a step of prompt lookup counts as one row and its tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lookahead.core import SettingsError
 from .gguf_peer import LOOKUP_TOKENS, GGUFPeer, outcome_of
 
 OPENVINO = ("openvino-greedy", "openvino-lookup")
-#: The longest n-gram that its prompt lookup looks for: the example of its documentation.
+#: The longest n-gram of its prompt lookup; the example in its documentation.
 NGRAM = 3
 
 
@@ -72,6 +72,6 @@ class OpenVino(GGUFPeer):
         inputs = TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         start = perf_counter()
         new = list(self.engine.generate(inputs, config, Recorder()).tokens[0])
-        # The end token is in the text where the streamer was not given it.
+        # The output has the end token even where the streamer did not receive it.
         new = new[: sum(sizes)]
         return outcome_of(len(prompt), new, [1] * (len(sizes) - 1), sizes, [start, *times])

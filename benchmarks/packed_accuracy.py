@@ -1,10 +1,10 @@
-"""What text packed weights give: next-token distributions beside the fp32 model with the same decoded weights.
+"""The accuracy of packed weights: next-token distributions against the fp32 model with the same decoded weights.
 
     python -m benchmarks.packed_accuracy [FILE] --data DIR
 
 The reference is the file with its weights decoded to fp32, on the compiled path, which tests compare with
-transformers. Beside it: the file's own packed weights, the decoded weights in bf16, and llama.cpp on the same file
-where llama-cpp-python is installed. KL is the divergence of a distribution from the reference's, in nats per token.
+transformers. Compared with it: the file's own packed weights, the decoded weights in bf16, and llama.cpp on the same
+file if llama-cpp-python is installed. KL is the divergence of a distribution from the reference's, in nats per token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .page import write_page
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 WORKLOADS = ("humaneval", "gsm8k", "mt-bench", "spec-bench")
-#: Tokens of a text that are read.
+#: Tokens read per document.
 LONGEST = 512
 
 
@@ -59,7 +59,7 @@ def ours(llm: Any) -> Callable[[Sequence[int]], Numbers]:
 
 
 def llama_cpp(file: Path, threads: int) -> Callable[[Sequence[int]], Numbers] | None:
-    """The same by llama.cpp; None where llama-cpp-python is not installed."""
+    """The same by llama.cpp; None if llama-cpp-python is not installed."""
     try:
         from llama_cpp import Llama
     except ImportError:
@@ -77,7 +77,7 @@ def llama_cpp(file: Path, threads: int) -> Callable[[Sequence[int]], Numbers] | 
 
 
 def texts_of(llm: Any, data: Path, tokens: int) -> Iterator[list[int]]:
-    """Prompts and reference answers of the data sets in turn, until there are enough tokens."""
+    """Prompts and reference answers, alternating data sets, until there are enough tokens."""
     lists = [load_workload(name, None, 0, data) for name in WORKLOADS]
     seen = 0
     for prompts in zip(*lists, strict=False):

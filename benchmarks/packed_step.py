@@ -1,14 +1,14 @@
-"""Packed files beside llama.cpp on the same file: the start, memory, t(k), a prompt of 512 tokens, 16 sequences.
+"""Packed files alongside llama.cpp on the same file: start-up, memory, t(k), a prompt of 512 tokens, 16 sequences.
 
     python -m benchmarks.packed_step                                    the default model's own file
     python -m benchmarks.packed_step --types own Q8_0 Q4_K_M 0.5B       conversions of it, and random weights of a
                                                                         Qwen2.5-0.5B shape in Q4_K_M
 
-t(k) is the time of one step of k rows, all of which need their logits, behind 128 tokens. llama.cpp evaluates the
-same trees, through this library's engine for it. The two take turns; medians of the rounds are printed. The floor is
-the bytes of the weights over the read bandwidth of a buffer of that size, measured in the same run. A start is a
-command from the shell to its end: eight tokens, with compiled code on disk; llama.cpp's is a Python process that
-loads the file and writes as many.
+t(k) is the time of one step of k rows, all with logits, after 128 tokens. llama.cpp evaluates the same trees, through
+this library's engine for it. The two alternate; medians of the rounds are printed. The floor is the bytes of the
+weights over the read bandwidth of a buffer of that size, measured in the same run. A start is a command from the
+shell to its end: eight tokens, with compiled code on disk; llama.cpp's is a Python process that loads the file and
+generates as many.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STARTS = {
     THEIRS: "import llama_cpp; model = llama_cpp.Llama({file!r}, n_threads={threads}, verbose=False); "
     "model('The capital of France is', max_tokens=8, temperature=0)",
 }
-#: Prints the resident set and its largest value in MB at the end of the code before it.
+#: Prints the resident set and its peak in MB at the end of the code before it.
 MEMORY = (
     "; lines = dict(line.split(':', 1) for line in open('/proc/self/status')); "
     "print([int(lines[name].split()[0]) / 1000 for name in ('VmRSS', 'VmHWM')])"
@@ -62,7 +62,7 @@ LOADED = {
 
 
 def write_shape(source: Path, out: Path) -> None:
-    """Random fp16 weights of a Qwen2.5-0.5B shape, with the tokenizer of ``source`` filled up to its vocabulary."""
+    """Random fp16 weights of a Qwen2.5-0.5B shape, with the tokenizer of ``source`` padded to its vocabulary."""
     hidden, layers, heads, key_heads, size, inner, vocabulary = SHAPES["0.5b"]
     reader, random = GGUFReader(source), np.random.default_rng(0)
     writer = GGUFWriter(out, "qwen2")
@@ -116,7 +116,7 @@ def write_shape(source: Path, out: Path) -> None:
 
 
 def file_of(kind: str, source: Path, folder: Path) -> Path:
-    """The file of a type, made where it is not there yet."""
+    """The file of a type, created if missing."""
     if kind == OWN:
         return source
     out = (
@@ -146,7 +146,7 @@ def run(code: str, file: Path, threads: int) -> tuple[float, str]:
 
 
 def timed(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each call; they take turns, and each turn begins with a call that is not counted."""
+    """Median milliseconds of each call. They alternate, and each turn begins with an uncounted call."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -198,18 +198,18 @@ def measure(kind: str, file: Path, rounds: int, starts: int) -> dict[str, Any]:
 
 
 def memory(file: Path) -> dict[str, list[float]]:
-    """(resident set, its largest value) in MB of a process that has loaded the file and written eight tokens."""
+    """(resident set, its peak) in MB of a process that has loaded the file and generated eight tokens."""
     threads = torch.get_num_threads()
     return {name: eval_numbers(run(LOADED[name], file, threads)[1]) for name in (OURS, THEIRS)}
 
 
 def step(target: Any, trees: Sequence[tuple[int, TokenTree]]) -> None:
-    """One forward pass, and what reading its first token costs."""
+    """One forward pass, including reading its first token."""
     target.forward(trees)[0].best(0)
 
 
 def eval_numbers(text: str) -> list[float]:
-    """The numbers of the last line, a list."""
+    """The numbers of the last line, as a list."""
     return [float(number) for number in text.strip().splitlines()[-1].strip("[]").split(",")]
 
 
@@ -217,7 +217,7 @@ def page(lines: list[dict[str, Any]], again: str = "") -> list[str]:
     """Tables of all files.
 
     Args:
-        again: what was measured later than the rest, and where.
+        again: what was remeasured later, and where.
     """
     both = [
         ("start, s", "start", 2),
@@ -255,7 +255,7 @@ def page(lines: list[dict[str, Any]], again: str = "") -> list[str]:
 
 
 def measure_memory_again(out: Path, folder: Path) -> None:
-    """Replace the memory of each line of a page; its other figures, command and machine stay."""
+    """Replace the memory of each line of a page; other figures, command and machine stay."""
     facts, model = json.loads(out.with_suffix(".json").read_text()), default_model()
     for line in facts["figures"]:
         line["memory"] = memory(file_of(line["type"], model.folder / model.file, folder))

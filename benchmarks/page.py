@@ -1,4 +1,4 @@
-"""A measured page: Markdown, and its figures as JSON. Both name the command, the machine and the commit."""
+"""A measured page in Markdown, and its figures as JSON. Both name the command, the machine and the commit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_page(
 
     Args:
         out: path without the suffix.
-        record: machine and versions, as ``bench.record.environment`` gives them, with ``model`` and ``dtype``.
+        record: machine and versions as in ``bench.record.environment``, with ``model`` and ``dtype``.
         figures, more: further fields of the JSON.
         body: lines of the page below the command and the machine.
     """

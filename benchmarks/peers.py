@@ -1,4 +1,4 @@
-"""Other libraries' decoding beside ours, under the same counter (``lookahead.bench.methods``).
+"""Other libraries' decoding alongside ours, with the same counters (``lookahead.bench.methods``).
 
     hf-greedy, hf-sample          ``model.generate`` of transformers
     hf-prompt-lookup              its prompt lookup, 10 tokens
@@ -43,7 +43,7 @@ def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Me
     """The methods of a name; cold and warm for a method that keeps state.
 
     Raises:
-        SettingsError: an unknown name, a setting out of range, or a method that lacks what it needs.
+        SettingsError: the name is unknown, a setting is out of range, or a method lacks a requirement.
     """
     head, _, settings = name.partition(":")
     if head in (*HUGGING_FACE, ASSISTED):
@@ -76,7 +76,7 @@ class HuggingFace(Method):
         self.settings = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if name == "hf-prompt-lookup" else {}
 
     def comparable(self, options: RunOptions) -> bool:
-        """Only greedy texts: transformers samples from another stream of random numbers."""
+        """Only greedy completions, because transformers samples from another stream of random numbers."""
         return not options.temperature and self.name != "hf-sample"
 
     def arguments(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class HuggingFace(Method):
         times: list[float] = []
 
         class Clock:
-            """A streamer: called with the prompt first, then with the tokens of every pass."""
+            """A streamer, called with the prompt first, then with the tokens of every pass."""
 
             def put(self, tokens: Any) -> None:
                 times.append(perf_counter())
@@ -133,14 +133,14 @@ class HuggingFace(Method):
 class Assisted(HuggingFace):
     """Speculative decoding of transformers: a draft model of the same vocabulary proposes, the target verifies.
 
-    Passes, rows and tokens are the target's; the draft model's passes are in the times only.
+    Passes, rows and tokens are the target's; the draft model's passes count only in the times.
 
     Args:
         path: a directory or hub id of the draft model.
         model: the target.
 
     Raises:
-        SettingsError: no path, a draft model that cannot be loaded, or one of another vocabulary.
+        SettingsError: there is no path, the draft model cannot be loaded, or it has another vocabulary.
     """
 
     def __init__(self, path: str, model: ModelUnderTest) -> None:

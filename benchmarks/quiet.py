@@ -1,4 +1,4 @@
-"""Whether other programs use the processor, which makes times unreliable; known on Linux only."""
+"""Whether other programs use the processor, which makes times unreliable. Linux only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STAT = Path("/proc/stat")
 
 
 def used_by_others(seconds: float = 2.0) -> float:
-    """Cores that other programs use on average; 0 if it is not known."""
+    """Average number of cores used by other programs; 0 if unknown."""
     if not STAT.is_file():
         return 0.0
 
@@ -36,7 +36,7 @@ def require_quiet(patience: float = 60.0) -> None:
 
     Raises:
         SettingsError: they still use more after ``patience`` seconds. ``LOOKAHEAD_BUSY=1`` in the environment
-            measures all the same; pages then say that other work ran.
+            measures anyway; pages then report that other work ran.
     """
     end = time.monotonic() + patience
     while (used := used_by_others()) > SHARE and os.environ.get("LOOKAHEAD_BUSY") != "1":

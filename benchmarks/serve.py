@@ -1,10 +1,10 @@
 """A server under load: time to the first token, time per token and throughput, with drafting and without.
 
     python -m benchmarks.serve [MODEL] --clients 1,4,16,64        starts a server for MODEL
-    python -m benchmarks.serve --url http://127.0.0.1:8000        measures a server that runs
-    python -m benchmarks.serve --against llamacpp:FILE            beside llama.cpp's server on a GGUF file
+    python -m benchmarks.serve --url http://127.0.0.1:8000        measures a running server
+    python -m benchmarks.serve --against llamacpp:FILE            alongside llama.cpp's server on a GGUF file
 
-Methods take turns round by round, texts are greedy, and every text of ours is compared with plain decoding's.
+Methods alternate round by round. Decoding is greedy, and every completion of ours is compared with plain decoding's.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from .datasets import load_workload
 
 #: A server that is not ours.
 OTHER = "other"
-#: The fewest requests of a round, so that a round of one client lasts some seconds.
+#: Minimum requests of a round, so that a round of one client lasts some seconds.
 FEWEST = 12
 
 
 @dataclass(slots=True)
 class Round:
-    """What a number of simultaneous clients measured.
+    """The measurements of a number of simultaneous clients.
 
     Attributes:
         first: seconds to the first token, by request.
         each: seconds for each further token, by request.
         tokens: of all answers.
         seconds: of the round.
-        texts: the answers, by prompt.
+        texts: the completions, by prompt.
         served: the model's name and dtype, as the server reports them.
         uncounted: answers without a number of tokens.
         load: the largest load average of the machine.
@@ -101,7 +101,7 @@ def measure(
     api_key: str | None = None,
     show: Callable[[Round], None] = lambda measured: None,
 ) -> list[Round]:
-    """Rounds of all methods at all numbers of clients, interleaved; greedy, so that texts can be compared.
+    """Rounds of all methods at all numbers of clients, interleaved; greedy, so that completions can be compared.
 
     Args:
         methods: the address of the server for each method; ``PLAIN`` must be among them.
@@ -111,7 +111,7 @@ def measure(
 
     Raises:
         SettingsError: no server listens at an address.
-        LookaheadError: an answer that is an error, or two methods that differ in a text.
+        LookaheadError: a response is an error, or two methods' completions differ.
     """
     rounds: dict[tuple[str, int], Round] = {}
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -197,7 +197,7 @@ async def _ask(measured: Round, http: httpx.AsyncClient, prompt: str, max_tokens
 
 @contextmanager
 def started(load: Mapping[str, Any]) -> Iterator[str]:
-    """Start a server in a process of its own on a free port; yields its address. It ends with the block."""
+    """Start a server in a separate process on a free port, and yield its address. It ends with the block."""
     words = [str(load["path_or_id"])] if "path_or_id" in load else []
     words += [f"--{name}={value}" for name, value in load.items() if name != "path_or_id"]
     with _process(["lookahead", "serve", *words], "/health") as address:
@@ -266,7 +266,7 @@ def write_page(rounds: Sequence[Round], against: str | None, threads: int, out: 
     """Write the page ``serve.md`` and its figures as ``serve.json``.
 
     Args:
-        against: what was measured as "other".
+        against: the server measured as "other".
         threads: of the server.
         out: folder.
     """
@@ -332,13 +332,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _measure(given: argparse.Namespace) -> tuple[list[Round], str | None, int]:
-    """(rounds, what was measured beside ours, threads of the server)."""
+    """(rounds, the other server, threads of the server)."""
     prompts = [prompt.turns[0] for prompt in load_workload(given.workload, 32, data=given.data)]
     methods = [PLAIN, *(name.strip() for name in given.method.split(","))]
     kind, _, file = (given.against or "").partition(":")
     threads = given.threads or machine()["cores"]
     load = {"path_or_id": given.model, "dtype": given.dtype, "threads": given.threads}
-    # A termination signal ends the servers that are started here too.
+    # A termination signal also ends the servers started here.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with ExitStack() as servers:
         started_here = {name: value for name, value in load.items() if value is not None}

@@ -1,10 +1,10 @@
-"""Methods side by side on the paper's data sets, other libraries' decoding among them, text by text.
+"""Methods side by side on the paper's data sets, including other libraries' decoding, prompt by prompt.
 
     python -m benchmarks.side_by_side --data DIR --dtype bfloat16 --workload humaneval --limit 10
     python -m benchmarks.side_by_side --data DIR --dtype bfloat16 --method "hf-assisted:DRAFT_MODEL adaptive"
 
 The measurement is that of ``lookahead bench``; ``benchmarks.datasets`` adds the data sets and ``benchmarks.peers``
-the other libraries. Records go to --out as they are made; after an interrupt the same command continues.
+the other libraries. Records are written to --out as they are made; after an interrupt, the same command continues.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Answer files as Spec-Bench writes them, so that its own evaluation reads ours.
+"""Answer files in Spec-Bench's format, so that its own evaluation can read ours.
 
 One file per method, one row per question: ``choices`` with ``turns``, ``decoding_steps``, ``new_tokens``,
-``wall_time`` (one entry per turn) and ``accept_lengths`` (one entry per step, over all turns). As their
-counter does, steps and times include the prefill, which accepts one token.
+``wall_time`` (one entry per turn) and ``accept_lengths`` (one entry per step, over all turns). As in their counter,
+steps and times include the prefill, which accepts one token.
 
     python -m benchmarks.spec_bench DIR     a folder that `benchmarks.side_by_side --workload spec-bench` wrote
 """
@@ -20,7 +20,7 @@ from typing import Any
 from lookahead.bench.record import Record, Records
 from lookahead.records import RecordWriter
 
-#: Fields that must be equal for records to be summed up together.
+#: Fields that must be equal for records to be summed together.
 SETUP = ("model", "dtype", "path", "machine", "threads", "torch", "transformers", "commit", "options")
 
 

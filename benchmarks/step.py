@@ -3,11 +3,11 @@
     python -m benchmarks.step                                  every model, dtype, context and row count
     python -m benchmarks.step --models SmolLM2 --dtypes bf16 --contexts 128
 
-SmolLM2, and random weights of a larger Llama shape. The two paths take turns in every round; medians over the rounds
-are printed. Two lower bounds stand beside them, from rates measured in the same run: the bytes of all weights over
-the read bandwidth of a buffer of that size, and the operations of the linear layers over the matrix rate, which
-bounds many rows on a CPU without AMX. Every row of the tree needs its logits, the most expensive case for the LM
-head. A compiled path that the check at load refuses is not timed, nor is one whose logits differ on the timed tree.
+SmolLM2, and random weights of a larger Llama shape. The two paths alternate in every round; medians over the rounds
+are printed, together with two lower bounds from rates measured in the same run: the bytes of all weights over the
+read bandwidth of a buffer of that size, and the operations of the linear layers over the matrix rate, which bounds
+many rows on a CPU without AMX. Every row of the tree needs its logits, the most expensive case for the LM head. A
+compiled path that the check at load rejects is not timed, nor is one whose logits differ on the timed tree.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ AGREE = {"bf16": 0.5, "fp32": 1e-3}
 
 
 def sample_tree(rows: int, vocabulary: int) -> TokenTree:
-    """Branches of four tokens under the root, as candidates are; every row needs its logits."""
+    """Branches of four tokens below the root, like candidates; every row needs its logits."""
     tree = TokenTree(1 % vocabulary)
     token = 2
     while len(tree) < rows:
@@ -53,7 +53,7 @@ def sample_tree(rows: int, vocabulary: int) -> TokenTree:
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Seconds of the fastest of several calls, after one that is not counted."""
+    """Seconds of the fastest of several calls, after an uncounted one."""
     call()
     times: list[float] = []
     begin = perf_counter()
@@ -67,7 +67,7 @@ def timed(call: Callable[[], Any]) -> float:
 def read_bandwidth(size: int, dtype: torch.dtype) -> float:
     """Bytes per second of reading ``size`` bytes once: the better of a maximum and a matrix-vector product.
 
-    A buffer that fits a processor cache is read from there, as the weights of a small model are.
+    A buffer that fits in a processor cache is read from there, like the weights of a small model.
     """
     matrix = torch.ones(max(8, size // (1024 * dtype.itemsize)), 1024, dtype=dtype)
     flat = matrix.view(-1).view(torch.int32) if dtype.itemsize == 2 else matrix.view(-1)
@@ -151,8 +151,8 @@ def _difference(reference: Any, compiled: Any, tree: TokenTree) -> float:
 def _paired(reference: Any, compiled: Any, tree: TokenTree, rounds: int) -> list[float]:
     """Median milliseconds of a step on each path.
 
-    The paths take turns of a few steps. OpenMP's threads spin for a while after torch's parallel calls. The sleep
-    between the turns keeps the threads of one path from slowing the other.
+    The paths alternate every few steps. OpenMP's threads spin for a while after torch's parallel calls; the sleep
+    between turns keeps the threads of one path from slowing the other.
     """
     times: list[list[float]] = [[], []]
     for _ in range(3):

@@ -1,11 +1,11 @@
-"""Trained and retrieving drafters beside this library's own, at equal rows: S and the time of drafting.
+"""Trained and retrieving drafters alongside this library's own, at equal rows: S and drafting time.
 
     python -m benchmarks.trained --data DIR --text DIR --medusa FILE --eagle FILE
     python -m benchmarks.trained --data DIR --text DIR --medusa FILE --rows 4,8 --methods adaptive,medusa
 
-TEXT is the default model's own text (``lookahead learn`` keeps it), for the datastore of REST. All methods are
-drafters of this library's loop and decode the same prompts greedily; a text that differs from plain decoding ends the
-run. Results that ``--records`` has are not measured again.
+TEXT is the default model's own output (saved by ``lookahead learn``), for the datastore of REST. All methods are
+drafters of this library's loop and decode the same prompts greedily; a completion that differs from plain decoding
+ends the run. Results in ``--records`` are not measured again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ABOUT = {
     "prompt lookup": ("prompt lookup", "the text", "none", "1.75"),
     "lookahead": ("the paper's lookahead", "its window and n-grams", "none", "1.64"),
 }
-#: Why the published figures cannot be those of this page.
+#: Why the published figures differ from this page's.
 DIFFERENCES = (
     "The published figures are of Vicuna-7B on all of Spec-Bench, where much text is copied from the prompt "
     "(summaries, retrieval), with about 64 rows for trees. Those heads saw some 60,000 conversations and guess "
@@ -75,7 +75,7 @@ def prompts_of(data: Path, size: int) -> dict[str, list[Any]]:
 
 
 def datastore(llm: Any, text: Path) -> Datastore:
-    """The model's own text, and the modules of Python's standard library."""
+    """The model's own output, and the modules of Python's standard library."""
     own = (each.completion for each in Folder(text, scan=False).read())
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     code = (llm.tokenizer(file.read_text(errors="ignore")).input_ids for file in files)
@@ -83,7 +83,7 @@ def datastore(llm: Any, text: Path) -> Datastore:
 
 
 class Measurement:
-    """The model, and what the methods need, loaded when it is used first."""
+    """The model and the methods' requirements, loaded on first use."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.llm = lookahead.load(args.model)
@@ -108,7 +108,7 @@ class Measurement:
 
 
 def summed(results: list[Any]) -> Stats:
-    """Tokens after the first, steps, rows and seconds of several texts."""
+    """Tokens after the first, steps, rows and seconds of several completions."""
     total = Stats()
     for result in results:
         total.new_tokens += result.stats.new_tokens - 1
@@ -157,7 +157,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
-    """What the methods are, and the tables of S."""
+    """A description of the methods, and the tables of S."""
     by = {(line["workload"], line["method"], line["rows"]): line for line in lines}
     heads = ["method", "reads", "training", "published S"]
     commits = ", ".join(sorted({str(line["commit"])[:7] for line in lines}))

@@ -1,12 +1,13 @@
-"""Our drafting on vLLM, beside its own methods: tokens per step, speed, and texts, at several numbers of clients.
+"""Our drafting on vLLM alongside its own methods: tokens per step, speed and equality, at several numbers of clients.
 
     python -m benchmarks.vllm MODEL --data DIR --limit 3 --tokens 48 --clients 1,4,16 --out docs/results/vllm
 
 Run it with a Python that has vLLM and this package. MODEL is a folder that vLLM loads. Each method and number of
-clients is a process of its own (``vllm_run``), so that nothing learnt in one run serves another; within a run, what
-is learnt of one text serves the next, as in a server. A client sends its next prompt when its last text has ended.
-Runs of the same commit that are in the records are not made again, so an interrupted command continues. Greedy, eager
-mode. A last table (``chain_s``) says what vLLM's interface costs in S: the same prompts on this library's own engine.
+clients runs in a separate process (``vllm_run``), so that nothing learned in one run serves another; within a run,
+what is learned from one sequence serves the next, as in a server. A client sends its next prompt when its last
+completion has ended. Recorded runs of the same commit are not repeated, so an interrupted command continues. Greedy,
+eager mode. A last table (``chain_s``) gives the cost of vLLM's interface in S: the same prompts on this library's own
+engine.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ METHODS: dict[str, dict[str, Any] | None] = {
     OURS: _OURS,
     "ours, always drafting": _OURS,
 }
-#: additional_config of a method. Always drafting: what the drafts are worth where rows cost nothing.
+#: additional_config of a method. Always drafting shows the value of drafts when rows are free.
 ADDITIONAL = {"ours, always drafting": {"lookahead": "adaptive:rows=64:sources=suffix+logits+jacobi+corpus"}}
 Record = dict[str, Any]
 
 
 def measure(given: Record) -> Record:
-    """One run in a process of its own.
+    """One run in a separate process.
 
     Raises:
         LookaheadError: it ended without a result.
@@ -104,7 +105,7 @@ def page(records: Sequence[Record]) -> list[str]:
 
 
 def _equal(record: Record, other: Record | None) -> str:
-    """Texts of two runs that are equal."""
+    """Number of equal completions of two runs."""
     if other is None:
         return ""
     same = sum(a == b for a, b in zip(record["texts"], other["texts"], strict=True))
@@ -134,7 +135,7 @@ def main(words: Sequence[str] | None = None) -> None:
         for name in SETS
         for prompt in load_workload(name, arguments.limit, data=arguments.data)
     ]
-    # Prompts of one set come at different times, as in a server.
+    # Prompts of one set arrive at different times, as in a server.
     prompts = [pair for _, pair in sorted(enumerate(prompts), key=lambda entry: entry[0] % arguments.limit)]
     store, chosen = Records(arguments.records), []
     known = {record["key"]: record for record in store.read() if record["commit"] == commit()}

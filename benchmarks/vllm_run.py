@@ -1,10 +1,10 @@
-"""One run of ``benchmarks.vllm``, in a process of its own: reads what to do as JSON, prints what it measured as JSON.
+"""One run of ``benchmarks.vllm``, in a separate process: reads its task as JSON, prints its measurements as JSON.
 
     {"prompts": [[ids], ...], "tokens": 64, "clients": 4, "engine": {...}}
 
-``engine`` holds arguments of vllm.LLM; ``temperature`` may be given too.
+``engine`` has arguments of vllm.LLM; ``temperature`` is optional.
 
-It imports nothing but vLLM: where numba was loaded before, vLLM 0.32 cannot start on a CPU.
+It imports only vLLM, because vLLM 0.32 cannot start on a CPU after numba has been imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-#: Before the line that holds the result; the engine prints too.
+#: Marks the line with the result, because the engine prints too.
 RESULT = "RESULT "
 
 

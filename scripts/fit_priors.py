@@ -1,12 +1,11 @@
-"""Fit src/lookahead/drafters/adaptive/priors.json: the adaptive drafter's estimates before it has seen a text.
+"""Fit src/lookahead/drafters/adaptive/priors.json, the adaptive drafter's initial estimates.
 
     python scripts/fit_priors.py MODEL --data DIR
 
 MODEL decodes prompts from DIR: GSM8K's training questions, the first halves of MBPP's solutions from row 500 on, and
-every second row of four categories of Spec-Bench; each once greedily and once at temperature 1. One state is kept
-for all of them, so that every bucket of proposals counts its trials and hits. A bucket's log-odds are fitted to these
-as a sum of one number for each of its features (logistic regression with a ridge, by Newton's method). The file holds
-these numbers and no text.
+every second row of four categories of Spec-Bench; each once greedily and once at temperature 1. All of them share one
+state, so that every bucket of proposals counts its trials and hits. A bucket's log-odds are fitted to these as a sum
+of one number per feature (ridge logistic regression by Newton's method). The file has these numbers and no text.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from lookahead.drafters.adaptive.calibration import (
 from lookahead.targets import light_head
 
 OUT = Path(__file__).parents[1] / "src/lookahead/drafters/adaptive/priors.json"
-#: Of Spec-Bench; the others hold prompts of data sets that are measured.
+#: Categories of Spec-Bench; the others contain prompts of measured data sets.
 CATEGORIES = ("translation", "summarization", "qa", "rag")
-#: Axes of the buckets of each kind, and the groups of axes that have a number of their own.
+#: Axes of the buckets of each kind, and the groups of axes with their own number.
 SUFFIX = (MATCH_ORDERS, len(SHARES) + 1, 3, 2), [(0,), (1,), (2,), (3,)]
 PAIRS = (STATES, STATES), [(0,), (1,), (0, 1)]
 JOINT = (ZONES, ANSWERED, STATES, STATES), [(0,), (1,), (2,), (3,), (2, 3)]
@@ -48,7 +47,7 @@ BOTH = (GUESS_LEVELS, STATES, STATES), [(0,), (1,), (2,), (1, 2)]
 
 
 def prompts(data: Path, count: int) -> list[str]:
-    """``count`` texts, a third of each kind, always the same ones."""
+    """``count`` prompts, a third of each kind, always the same ones."""
 
     def lines(name: str) -> list[Any]:
         return [json.loads(line) for line in (data / name).read_text().splitlines()]
@@ -65,7 +64,7 @@ def prompts(data: Path, count: int) -> list[str]:
 def fit(
     hits: Any, trials: Any, shape: tuple[int, ...], terms: Sequence[tuple[int, ...]], ridge: float = 0.3
 ) -> list[Any]:
-    """Log-odds of buckets as sums of one number for each term, which is a set of axes: an array by term."""
+    """Log-odds of buckets as sums of one number per term, which is a set of axes: an array by term."""
     places = np.indices(shape).reshape(len(shape), -1)
     blocks = []
     for axes in terms:
@@ -109,7 +108,7 @@ def priors_of(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
 
 
 def priors_with_head(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
-    """As ``priors_of``, for the pairs of the light head with all other sources."""
+    """As ``priors_of``, for the pairs of the light head and every other source."""
     counts = state.tables(sampled).calibration.both
     levels, rows, columns, pairs = fit(counts["hits"], counts["trials"], *BOTH)
     both = levels, (pairs + rows[:, None] + columns).ravel()
@@ -128,14 +127,14 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     options = parser.parse_args()
     llm = lookahead.load(options.model, dtype=options.dtype)
-    light_head.measured_cost = lambda head, target: 0.0  # it is asked everywhere, not only where that pays
+    light_head.measured_cost = lambda head, target: 0.0  # ask it everywhere, not only where that pays off
     state = AdaptiveState()
     table = usable_table(find_base_table(llm.model.config), llm.vocabulary)
     for sampled in (False, True):
-        state.tables(sampled, table)  # its buckets start as they do without a state
+        state.tables(sampled, table)  # its buckets start as without a state
     for number, text in enumerate(prompts(options.data, options.prompts)):
         for temperature in (0.0, 1.0):
-            # What a text teaches of buckets is kept, its tokens are not: as in a cold start.
+            # Keep what a prompt teaches about buckets, but not its tokens, as in a cold start.
             for sampled in (False, True):
                 cache = state.tables(sampled).logits.arrays
                 cache.slots["key"] = 0

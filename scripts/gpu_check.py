@@ -4,23 +4,23 @@
     step         t(k) of a random 7B Llama in bf16 for 1 to 256 rows, with its lower bound: captured passes, tree
                  steps with masks, transformers
     speed        the default model in bf16: plain, prompt lookup, (15,5,15), (7,7,7), adaptive, with the attention
-                 kernel and with sdpa, beside transformers' generate and its prompt lookup
+                 kernel and with sdpa, alongside transformers' generate and its prompt lookup
     speed-fp16   the same in fp16
     speed-own    the same with --model, in bf16
     scaling      S and speed by W, as in figure 8 of the paper
-    text         the path that make_target chooses, and exact mode, against plain decoding, token for token
+    text         the path chosen by make_target, and exact mode, against plain decoding, token for token
     memory       the cache, captured passes and the peak, by sequences and context
     ranks        lookahead parallelism over nccl, on machines with two GPUs
 
 With --only, two more (--only all runs everything):
 
-    attention    120 rows over 8192 tokens, 32 and 8 key heads, beside its lower bound; which backend, which tiles
+    attention    120 rows over 8192 tokens, 32 and 8 key heads, with the lower bound; best backend and tiles
     kernel       the attention kernel, compiled, against the definition in float64
 
-All parts together take at most --budget seconds (600): what a part leaves is divided among those after it, and parts
-that repeat their measurements repeat fewer. Each part runs in a process of its own, so one that crashes the GPU or
-hangs does not stop the others. The page is written after every line, so an interrupt (Ctrl-C) loses nothing. `--tiny`
-is a dry run of the same parts on the CPU, with a tiny model; its times have no meaning.
+All parts together take at most --budget seconds (600). Time that a part leaves is divided among later ones, and parts
+that repeat measurements repeat fewer. Each part runs in a separate process, so one that crashes the GPU or hangs does
+not stop the others. The page is written after every line, so an interrupt (Ctrl-C) loses nothing. `--tiny` is a dry
+run of the same parts on the CPU, with a tiny model; its times are meaningless.
 
     python scripts/gpu_check.py [--model PATH] [--tiny] [--out build/gpu-check.md] [--only step,speed,...]
 """
@@ -56,21 +56,21 @@ SHARES = {
     "kernel": 150,
 }
 EXTRA = ("attention", "kernel")
-#: Seconds after which the rest is announced.
+#: Seconds after which the remaining time is printed.
 MINUTE = 60.0
-#: The least seconds of a part.
+#: Minimum seconds of a part.
 SHORTEST = 10.0
-#: A part is ended after its time plus this share of it.
+#: A part is terminated after its time plus this share of it.
 GRACE = 0.25
 HEAD = "| part | what | value | bound | verdict |\n| --- | --- | ---: | ---: | --- |\n"
 
 
 class Page:
-    """The page, printed as it comes and written to a file after every line.
+    """The page, printed as it grows and written to a file after every line.
 
     Attributes:
         lines: the table of verdicts.
-        tables: part -> title -> key -> cells, in the order in which they came.
+        tables: part -> title -> key -> cells, in order of arrival.
         notes: lines below the machine.
         drawn: parts with a figure.
     """
@@ -124,7 +124,7 @@ class Page:
         return found
 
     def figure(self, part: str) -> Path:
-        """Where the figure of a part is."""
+        """The path of a part's figure."""
         assert self.path is not None
         return self.path.with_name(f"{self.path.stem}-{part}.svg")
 
@@ -144,7 +144,7 @@ class Page:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first row is its head."""
+    """A Markdown table; the first row is its header."""
     heads, *body = rows
     lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -213,7 +213,7 @@ def command_of(part: str, tiny: bool, model: str | None, seconds: float) -> list
 
 
 def run_part(part: str, page: Page, tiny: bool, model: str | None, seconds: float) -> None:
-    """Run a part in a process of its own for about ``seconds``, and put what it prints into the page."""
+    """Run a part in a separate process for about ``seconds``, and add its output to the page."""
     begin = time.monotonic()
     limit = seconds * (1 + GRACE)
     child = subprocess.Popen(
@@ -228,7 +228,7 @@ def run_part(part: str, page: Page, tiny: bool, model: str | None, seconds: floa
 
     def end() -> None:
         late.append(True)
-        os.killpg(child.pid, signal.SIGKILL)  # the group is the child's own
+        os.killpg(child.pid, signal.SIGKILL)  # the child has its own group
 
     timer = Timer(limit, end)
     timer.start()
@@ -269,7 +269,7 @@ def run_part(part: str, page: Page, tiny: bool, model: str | None, seconds: floa
 
 
 def run_all(parts: Sequence[str], page: Page, tiny: bool, model: str | None, budget: float) -> None:
-    """Run the parts within a budget of seconds; after a minute, say what the rest takes."""
+    """Run the parts within a budget of seconds. After a minute, print how long the rest takes."""
     begin, left = time.monotonic(), list(parts)
 
     def announce() -> None:
@@ -283,7 +283,7 @@ def run_all(parts: Sequence[str], page: Page, tiny: bool, model: str | None, bud
     timer.start()
     try:
         while left:
-            # What is left is divided by the shares, after the grace that a late part may take.
+            # Divide the remaining time by the shares, after the grace period of a late part.
             share = SHARES[left[0]] / sum(SHARES[part] for part in left)
             seconds = (budget - (time.monotonic() - begin)) * share / (1 + GRACE)
             run_part(left[0], page, tiny, model, max(SHORTEST, seconds))

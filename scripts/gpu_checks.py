@@ -1,8 +1,8 @@
-"""The checks of gpu_check.py, each in a process of its own: `python scripts/gpu_checks.py NAME [--tiny] ...`.
+"""The checks of gpu_check.py, each in a separate process: `python scripts/gpu_checks.py NAME [--tiny] ...`.
 
-What they find goes to standard output, with tabs between fields: a line of the table of verdicts as TABLE, what,
-value, bound and verdict; a row of another table as ROW, its title, its key and its cells as JSON. A row replaces an
-earlier one with the same key.
+Results go to standard output in tab-separated fields: a line of the table of verdicts as TABLE, what, value, bound
+and verdict; a row of another table as ROW, its title, its key and its cells as JSON. A row replaces an earlier one
+with the same key.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FAMILIES = (
     "mixtral",
     "gpt-oss",
 )
-#: Tile sizes tried beside the default ones: rows, keys, warps, stages.
+#: Tile sizes tried in addition to the default: rows, keys, warps, stages.
 TILES = (
     (128, 64, 8, 2),
     (128, 64, 8, 4),
@@ -78,13 +78,13 @@ def row(title: str, key: str, **cells: str) -> None:
 
 
 class Machine:
-    """The device, its clocks, its measured peak rates, and what the command line gives.
+    """The device, its clocks, its measured peak rates, and the command-line options.
 
     Args:
         tiny: a dry run on the CPU.
-        model: the model of the parts that decode text; None for the default model.
+        model: the model of the parts that decode; None for the default model.
         dtype: its dtype.
-        seconds: after these, nothing is repeated.
+        seconds: time limit, after which nothing is repeated.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Machine:
         return self
 
     def time(self, call: Callable[[], Any], repeats: int = 15) -> float:
-        """Median seconds by the host's clock, with a synchronisation after each call; three calls are not counted."""
+        """Median seconds by the host's clock, with a synchronization after each call; three calls are not counted."""
         spent = []
         for number in range((3 if self.tiny else repeats) + 3):
             self.wait()
@@ -131,8 +131,8 @@ class Machine:
     def device_time(self, calls: Sequence[Callable[[], Any]], capture: bool = True) -> tuple[float, str]:
         """(seconds of one call by the device's clock, how they were launched).
 
-        All calls are captured into one graph, so that launching them costs nothing; where ``capture`` is False
-        they are launched from Python without waiting in between. A capture must not fail: it would leave the
+        All calls are captured into one graph, so that launching them is free; if ``capture`` is False, they are
+        launched from Python without waiting in between. A capture must not fail, because that would leave the
         device's random numbers unusable.
         """
         torch = self.torch
@@ -187,7 +187,7 @@ class Machine:
 
 
 def check_certificate(machine: Machine) -> None:
-    """Which paths a model takes, and why. If captured passes are refused here, the other checks mean little."""
+    """The paths that a model takes, and why. If captured passes are rejected here, the other checks mean little."""
     from lookahead.core import SettingsError
     from lookahead.targets.paths import make_target
     from lookahead.testing import tiny_model
@@ -216,7 +216,7 @@ def check_certificate(machine: Machine) -> None:
 
 
 def check_kernel(machine: Machine) -> None:
-    """The tests that elsewhere run in Triton's interpreter; in several processes, because they mostly compile."""
+    """The tests that otherwise run in Triton's interpreter; in several processes, because they mostly compile."""
     attention = "tests/test_attention.py"
     parts = [
         [attention, "-k", "(rows or dtypes) and triton"],
@@ -284,7 +284,7 @@ def attention_problem(machine: Machine, rows: int, length: int, heads: int, kv_h
 
 
 def check_attention(machine: Machine) -> None:
-    """120 rows over 8192 tokens take at most 2 times the lower bound; a wrong result gets no speed."""
+    """120 rows over 8192 tokens take at most twice the lower bound; a wrong result gets no speed."""
     from lookahead import attention
 
     length, size = (64, 16) if machine.tiny else (8192, 128)
@@ -299,7 +299,7 @@ def check_attention(machine: Machine) -> None:
             floor = max(
                 bytes_read / machine.bandwidth, 4 * heads * rows * (length + rows) * size / machine.rate
             )
-            # Several caches in turn, larger together than what the card keeps of them between two calls.
+            # Alternate between caches that together exceed the card's own cache.
             count = 1 if machine.tiny else max(2, -(-600_000_000 // bytes_read))
             caches = [given] + [
                 {**given, "key": given["key"].clone(), "value": given["value"].clone()}
@@ -317,7 +317,7 @@ def check_attention(machine: Machine) -> None:
 def attention_line(
     machine: Machine, what: str, attend: Any, caches: list[Any], exact: Any, floor: float, judged: bool
 ) -> float | None:
-    """Check an implementation; returns its seconds, or None if it is wrong or does not run."""
+    """Check an implementation. Returns its seconds, or None if it is wrong or does not run."""
     try:
         wrong = float((attend(**caches[0]).double() - exact).abs().max() / exact.std())
         if not wrong < 0.1:
@@ -355,7 +355,7 @@ def other_tiles(machine: Machine, case: str, caches: list[Any], exact: Any, floo
             if float((attend(**caches[0]).double() - exact).abs().max() / exact.std()) < 0.1:
                 calls = [lambda given=given: attend(**given) for given in caches]
                 timed.append((machine.device_time(calls)[0], tuning))
-        except Exception as error:  # too large for this card, say: not a choice
+        except Exception as error:  # for example too large for this card
             print(f"{tuning}: {type(error).__name__}", flush=True)
 
     for tuning in tiles[: 2 if machine.tiny else None]:
@@ -394,7 +394,7 @@ def make_model(machine: Machine, **shape: int) -> Any:
 
 
 def sample_tree(rows: int, vocabulary: int) -> Any:
-    """A window of (15, 5) if it fits into the rows, then candidates of four tokens."""
+    """A window of (15, 5) if it fits in the rows, then candidates of four tokens."""
     from lookahead.core import TokenTree
     from lookahead.drafters import Window
 
@@ -413,7 +413,7 @@ def sample_tree(rows: int, vocabulary: int) -> Any:
 
 
 def eager_step(machine: Machine, model: Any, prompt: list[int], rows: int) -> Callable[[], Any]:
-    """A pass of transformers over the same number of tokens: its own cache and attention, a causal chain."""
+    """A transformers pass over the same number of tokens: its own cache and attention, a causal chain."""
     from transformers import DynamicCache
 
     torch = machine.torch
@@ -454,7 +454,7 @@ def check_step(machine: Machine) -> None:
     many = [k for k in ROWS if not machine.tiny or k in (1, 8, 64, 128)]
     prompts = {n: [1 + (7 * i) % (facts.vocabulary - 2) for i in range(n)] for n in contexts}
     floor = _floor_of(machine, model, facts)
-    # Captured passes first: they are what is judged.
+    # Captured passes first, because they are judged.
     one_row = {}
     for context in contexts:
         if one_row and time.monotonic() > machine.end:
@@ -511,7 +511,7 @@ def other_step(what: str, k: int, context: int, seconds: float, floor: float, on
 
 
 def launch_times(machine: Machine, target: Any, tree: Any) -> tuple[float, float]:
-    """Seconds until a step is launched, and from there to its result: medians over the same steps."""
+    """Seconds until a step is launched, and from then until its result: medians over the same steps."""
     launched, free = [], []
     for _ in range(3 if machine.tiny else 15):
         machine.wait()
@@ -546,7 +546,7 @@ def _times(seconds: float, floor: float, one_row: float) -> str:
 
 
 def check_text(machine: Machine) -> None:
-    """The path that make_target chooses, in full precision, and exact mode in bfloat16: every token must be equal."""
+    """The path chosen by make_target, in full precision, and exact mode in bfloat16: every token must be equal."""
     torch = machine.torch
     from lookahead.targets.paths import make_target
     from lookahead.testing import assert_same_as_autoregressive
@@ -590,7 +590,7 @@ REPEATS = 3
 
 
 class Tally:
-    """What a method has decoded."""
+    """The totals of a method."""
 
     def __init__(self) -> None:
         self.tokens = self.steps = self.rows = self.equal = self.texts = 0
@@ -652,14 +652,14 @@ def compare_methods(
     names: Sequence[tuple[str, str]],
     show: Callable[[dict[Any, Tally]], None],
 ) -> None:
-    """Decode the prompts with all methods, one after the other for each prompt, and again while there is time.
+    """Decode the prompts with all methods, alternating per prompt, and again while there is time.
 
-    A method that fails is reported and left out.
+    A method that fails is reported and dropped.
 
     Args:
         targets: a target for each attention.
         names: (attention, method); the first method of each attention is plain decoding.
-        show: called after each prompt with what has been decoded.
+        show: called after each prompt with the totals.
     """
     from benchmarks.peers import make_methods
     from lookahead.bench import ModelUnderTest, RunOptions
@@ -675,7 +675,7 @@ def compare_methods(
             model.target = targets[attention]
         (method,) = make_methods(name, model, False)
         under_test[attention, name], methods[attention, name] = model, method
-    # Compiles, captures, and measures the cost curve.
+    # This compiles, captures, and measures the cost curve.
     for key, method in list(methods.items()):
         try:
             method.decode(under_test[key], prompts[0], RunOptions(min(32, options.max_new_tokens)))
@@ -692,14 +692,14 @@ def compare_methods(
             for key, method in methods.items():
                 outcome = method.decode(under_test[key], prompt, options)
                 reference = plain.setdefault(key[0], outcome.tokens)
-                if key[0] == "transformers":  # beside our plain decoding
+                if key[0] == "transformers":  # relative to our plain decoding
                     reference = next(iter(plain.values()))
                 tallies[key].add(outcome, reference)
             show(tallies)
 
 
 def check_speed(machine: Machine) -> None:
-    """The headline: our methods on each attention, beside transformers' ``generate`` and its prompt lookup."""
+    """The headline: our methods on each attention, alongside transformers' ``generate`` and its prompt lookup."""
     llm = load_llm(machine)
     title = f"Speed of {llm.name} in {llm.dtype}"
     targets = targets_of(machine, llm)
@@ -755,7 +755,8 @@ def check_scaling(machine: Machine) -> None:
 
 
 def check_memory(machine: Machine) -> None:
-    """The cache by sequences and context, beside what its shapes give; and what captured passes take."""
+    """The cache by sequences and context, measured and computed from its shapes; and the memory of captured
+    passes."""
     from benchmarks.gpu_model import cache_bytes
     from lookahead import attention
     from lookahead.targets.attention_hook import TreeAttention
@@ -769,7 +770,7 @@ def check_memory(machine: Machine) -> None:
         for context in (100, 1500) if machine.tiny else (1024, 2048, 8192):
             if context + 200 > facts.max_positions or time.monotonic() > machine.end:
                 continue
-            # An attention of its own, so that no earlier cache is taken over.
+            # A separate attention, so that no earlier cache is taken over.
             own = TreeAttention(llm.model, attention.get("auto", machine.device))
             target = CudaGraphTarget(llm.model, facts, own)
             prompt = [1 + i % 50 for i in range(context)]
@@ -856,7 +857,7 @@ def as_rank(machine: Machine) -> None:
 
 
 def _sending(machine: Machine, connections: Any, device: str) -> None:
-    """Time to send bytes from rank 0 to rank 1: what sending keys and values would add to a step."""
+    """Time to send bytes from rank 0 to rank 1, that is, the overhead of sending keys and values in a step."""
     torch = machine.torch
     for size, what in (
         (4096, "4 KiB, a frame"),
@@ -877,7 +878,7 @@ def _sending(machine: Machine, connections: Any, device: str) -> None:
 
 
 def by_row(scores: Any, node: int) -> int:
-    """Greedy choice that reads the whole row, so that rows of logits are sent."""
+    """Greedy choice that reads whole rows, so that rows of logits are sent."""
     return int(scores.row(node).argmax())
 
 

@@ -1,4 +1,4 @@
-"""Lists licences: of the packages in this environment (pip-licenses), of the models, and of the data sets.
+"""Lists the licences of the packages in this environment (pip-licenses), the models and the data sets.
 
 python scripts/licences.py        make licences runs it, with the tests' packages installed
 """

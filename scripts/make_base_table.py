@@ -1,10 +1,10 @@
-"""Make the base table that comes with this package: src/lookahead/drafters/adaptive/tables/.
+"""Make the base table included in this package: src/lookahead/drafters/adaptive/tables/.
 
     python scripts/make_base_table.py --text DIR [--tokens 500000] [--contexts 180000]
 
-The default model writes TOKENS tokens of its own text into DIR, from the openings of ``lookahead.learning.openings``;
-text that is there already is continued. The number of a text is its seed, so an uninterrupted run gives the same text
-again. The table keeps about CONTEXTS contexts, so that it adds less than 4 MB to the wheel.
+The default model generates TOKENS tokens into DIR, from the openings in ``lookahead.learning.openings``, continuing
+after existing text. The number of a completion is its seed, so an uninterrupted run is reproducible. The table keeps
+about CONTEXTS contexts, so that it adds less than 4 MB to the wheel.
 """
 
 from __future__ import annotations

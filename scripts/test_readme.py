@@ -1,15 +1,15 @@
-"""Runs every block of README.md, in order, in an environment of its own: what a new user would do.
+"""Runs every block of README.md, in order, in a fresh environment, as a new user would.
 
     python scripts/test_readme.py [--torch '--index-url https://download.pytorch.org/whl/cpu'] [--keep DIR]
 
-The project is copied as git has it, so files that are not committed are not there. What is done with a block:
+The project is copied from git, so uncommitted files are missing. Blocks are handled by language:
 
-- ``bash``: each command is run as it stands. ``MODEL`` stands for the bundled tiny model. ``lookahead serve`` stays
-  on in the background until the end, and ``make`` is left out: those are CI's own commands.
-- ``console``: the commands behind ``$``; what they print must be what follows, and ``...`` stands for anything.
-- ``python``: all blocks share one interpreter. A comment behind a ``print`` is what it prints. A block marked
-  ``no-run`` needs the server, which is there by then; a ``text`` block behind it is what it prints.
-- ``text`` and others: nothing.
+- ``bash``: each command is run as it is. ``MODEL`` stands for the bundled tiny model. ``lookahead serve`` runs in the
+  background until the end; ``make`` is skipped, because those are CI's own commands.
+- ``console``: the commands after ``$``; their output must match what follows, and ``...`` matches anything.
+- ``python``: all blocks share one interpreter. A comment after a ``print`` is its output. A block marked ``no-run``
+  needs the server, which is running by then; a ``text`` block after it is its output.
+- ``text`` and others: ignored.
 
 Only the standard library is needed.
 """
@@ -49,15 +49,15 @@ READY_SECONDS = 300
 
 
 class Failed(Exception):
-    """A block that did not do what the README says."""
+    """A block did not behave as the README says."""
 
 
 class Reader:
-    """A user in an empty environment who does what the README says.
+    """A user in an empty environment who follows the README.
 
     Args:
         folder: an empty folder.
-        torch: options for pip where torch is installed; "" lets the README's own command install it.
+        torch: pip options for installing torch; "" lets the README's own command install it.
     """
 
     def __init__(self, folder: Path, torch: str) -> None:
@@ -80,14 +80,14 @@ class Reader:
             self.shell(f"pip install --quiet -c constraints.txt {torch} torch")
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End background processes."""
         for process in (self.server, self.python):
             if process is not None:
                 process.terminate()
                 process.communicate()
 
     def shell(self, command: str) -> str:
-        """Run one command in the project's folder; what it printed."""
+        """Run one command in the project's folder. Returns its output."""
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=self.project,
@@ -117,7 +117,7 @@ class Reader:
         raise Failed(f"{command} is not ready after {READY_SECONDS} s")
 
     def run_bash(self, block: str) -> None:
-        """Run the commands of a block; a line that ends with a backslash goes on in the next."""
+        """Run the commands of a block; a line that ends with a backslash continues on the next."""
         for line in block.replace("\\\n", " ").splitlines():
             command = re.sub(r"\s+#.*$", "", line).strip()
             if not command or command.startswith(("#", "make ", "git clone")):
@@ -130,7 +130,7 @@ class Reader:
                 self.shell(command)
 
     def run_console(self, block: str) -> None:
-        """Run each command behind "$ " and compare what it prints."""
+        """Run each command after "$ " and compare its output."""
         for part in re.split(r"^\$ ", block, flags=re.M)[1:]:
             joined = part.replace("\\\n", " ")
             command, _, expected = joined.partition("\n")
@@ -138,7 +138,7 @@ class Reader:
             compare(self.shell(command), expected)
 
     def run_python(self, block: str, number: int) -> str:
-        """Run a block behind those before it, in a folder of its own; what it printed."""
+        """Run a block after the earlier ones, in a separate folder. Returns its output."""
         if self.python is None:
             self.python = subprocess.Popen(
                 ["python", "-c", INTERPRETER],
@@ -164,7 +164,7 @@ class Reader:
 
 
 def compare(printed: str, expected: str) -> None:
-    """What was printed must be what is expected, in which "..." stands for anything."""
+    """Check that the output is as expected, where "..." matches anything."""
     pattern = r"\s*".join(
         ".*?".join(re.escape(part) for part in word.split("...")) for word in expected.split()
     )
@@ -173,7 +173,7 @@ def compare(printed: str, expected: str) -> None:
 
 
 def run(reader: Reader, text: str) -> None:
-    """All blocks of a page."""
+    """Run all blocks of a page."""
     printed = None
     for number, (kind, mark, block) in enumerate(BLOCK.findall(text), 1):
         start = time.monotonic()

@@ -1,8 +1,8 @@
-"""What a user of a release gets: the wheel with [serve] in an empty environment, for every Python that is found.
+"""Tests a release as a user gets it: the wheel with [serve] in an empty environment, for every installed Python.
 
     python scripts/test_wheel.py [--torch '--index-url https://download.pytorch.org/whl/cpu'] [--wheel FILE]
 
-In each environment the bundled model writes a text that is compared with plain decoding, and the server answers a
+In each environment, a completion of the bundled model is compared with plain decoding, and the server answers a
 request. An installation takes minutes and downloads torch. Only the standard library is needed.
 """
 
@@ -35,7 +35,7 @@ TEXT = [
 
 
 def interpreters() -> dict[str, str]:
-    """Every Python from 3.11 to 3.14 on the path, and pyenv's beside this one."""
+    """Every Python from 3.11 to 3.14 on the path, and pyenv's."""
     found = {}
     for minor in range(11, 15):
         beside = sorted(Path(sys.base_prefix).parent.glob(f"3.{minor}.*/bin/python3"))
@@ -75,7 +75,7 @@ def check(python: str, wheel: Path, torch: str, folder: Path) -> None:
 
 
 def ask(server: subprocess.Popen[bytes]) -> str:
-    """The text of one completion, as soon as the server is ready."""
+    """The text of one completion, requested as soon as the server is ready."""
     body = json.dumps({"prompt": "def add(a, b):", "max_tokens": 12, "temperature": 0}).encode()
     address, end = f"http://127.0.0.1:{PORT}/v1/completions", time.monotonic() + READY_SECONDS
     while time.monotonic() < end and server.poll() is None:

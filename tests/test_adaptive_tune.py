@@ -301,7 +301,7 @@ def test_tuning_while_other_work_runs_is_not_kept(toy, monkeypatch):
     monkeypatch.setattr(measure, "STEADY", 1.0)
     result = call(toy, "--rows", "1,4", "--contexts", "8", "--batches", "4", "--repeats", "4")
     assert result.exit_code == 1
-    assert "not kept" in result.output
+    assert "not saved" in result.output
     llm = lookahead.load(toy, drafter="adaptive")
     assert load_curve(model_key(llm.model, llm.target().path)) is None
 
@@ -311,5 +311,5 @@ def test_a_curve_that_cannot_be_kept_is_one_line(toy, tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("a file where the folder should be")
     result = call(toy, "--rows", "1,4", "--contexts", "8", "--batches", "4", "--repeats", "1")
     assert result.exit_code == 2
-    assert "cannot be written" in result.output
+    assert "not writable" in result.output
     assert "Traceback" not in result.output

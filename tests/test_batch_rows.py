@@ -270,7 +270,7 @@ def test_the_probe_sees_a_wrong_state(monkeypatch):
 
 def test_the_probe_sees_states_that_are_not_copied(monkeypatch):
     monkeypatch.setattr(batch_rows, "_repeat", lambda state, rows: state)
-    with pytest.raises(SettingsError, match="do not continue its text"):
+    with pytest.raises(SettingsError, match="do not continue its sequence"):
         probe(build("mamba2", num_hidden_layers=1))
 
 
@@ -280,7 +280,9 @@ def test_models_whose_scan_differs_from_their_recurrence_go_one_row_a_step(famil
     found = probe(model_of(family))
     assert found.mode == "plain"
     assert "nor can it evaluate its paths as batch rows (difference" in found.reason
-    with pytest.warns(UserWarning, match="plainly, without drafts: .* nor can it evaluate its paths"):
+    with pytest.warns(
+        UserWarning, match="with plain decoding, without drafts: .* nor can it evaluate its paths"
+    ):
         text, _, stats = drafted(family, False, None)
     assert text == reference(family, False)[0]
     assert {one.path for one in stats} == {"plain"}

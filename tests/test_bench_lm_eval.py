@@ -40,7 +40,7 @@ def test_a_local_task_gives_the_same_texts(tmp_path):
     assert get_model("hf-lookahead") is HFLookahead
     texts, scores = [], []
     own = TaskManager(include_defaults=False)  # reading the harness's own 14,000 tasks takes 10 s
-    for name, more in (("hf", {}), ("hf-lookahead", {"lookahead": "4/3/4"})):
+    for name, more in (("hf", {}), ("hf-lookahead", {"drafter": "4/3/4"})):
         model = get_model(name)(pretrained=str(BUNDLED), device="cpu", batch_size=2, **more)
         results = lm_eval.simple_evaluate(
             model, tasks=[task], log_samples=True, bootstrap_iters=0, task_manager=own

@@ -205,7 +205,7 @@ def test_without_matplotlib_the_plots_alone_are_left_out(command, tmp_path, monk
         command = [*command, "--method", "prompt-lookup"]
     done = invoke(*command, "--out", tmp_path)
     assert done.exit_code == 0, done.output
-    assert "no plots are drawn, because matplotlib is not installed (pip install matplotlib)" in " ".join(
+    assert "no plots, because matplotlib is not installed (pip install matplotlib)" in " ".join(
         done.output.split()
     )
     names = {path.name for path in tmp_path.iterdir()}

@@ -138,7 +138,7 @@ def test_the_standard_library_is_a_workload():
         ('{"question": "a"}\n', r"line 1: a row of gsm8k must have question, answer .*this row has question"),
         ('[{"question": "a", "answer": "b"}, 3]', r"file\.jsonl, entry 2: a row must be an object"),
         ('[{"question":\n "a" "b"}]', r"file\.jsonl, line 2: not JSON"),
-        ("", "holds no rows"),
+        ("", "has no rows"),
     ],
 )
 def test_malformed_lines_are_named(text, message, tmp_path):
@@ -151,8 +151,8 @@ def test_malformed_lines_are_named(text, message, tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": ""}, "not empty"),
-        ({"prompt": 3}, "must be a text"),
+        ({"prompt": ""}, "must be a non-empty string"),
+        ({"prompt": 3}, "must be a non-empty string"),
         ({"turns": "text"}, "list of at least one"),
         ({"nothing": 1}, "must have prompt or turns"),
     ],

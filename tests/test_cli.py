@@ -162,7 +162,7 @@ def test_compare_of_equal_texts(model):
         "generate", model, "--prompt", PROMPT, "--ignore-eos", "--compare", "--max-new-tokens", 40
     )
     assert code == 0
-    assert re.search(r"equal to plain decoding · steps \d+ against 39 · seconds", err)
+    assert re.search(r"equal to plain decoding · steps \d+ vs 39 · seconds", err)
 
 
 def test_tokens_of_a_step_share_a_colour(model, llm):
@@ -305,7 +305,7 @@ def test_resume_refuses_other_settings_by_name(model, tmp_path):
     other = ("--max-new-tokens", 6, "--temperature", 1, "--stop", "z", "--resume")
     refused(
         r"--resume needs the settings of the earlier run: --max-new-tokens was 5 and is 6, --seed was 1 and is not "
-        r"given, --stop was not given and is \['z'\]; give the same, or --mix-settings",
+        r"given, --stop was not given and is \['z'\]; use the same, or --mix-settings",
         *base,
         *other,
     )
@@ -436,8 +436,8 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
         (["--prompt", "x", "--threads", 0], "threads must be a whole number of at least 1"),
         (["--prompt", "x" * 300], "context of 256 tokens, got 300"),
         (["--prompt", "x", "--bogus"], "--bogus"),
-        (["--prompt-file", "/no/such/file"], "--prompt-file must be a file that can be read"),
-        (["--input", "/no/such/file"], "--input must be a file that can be read"),
+        (["--prompt-file", "/no/such/file"], "--prompt-file must be a readable file"),
+        (["--input", "/no/such/file"], "--input must be a readable file"),
     ],
     ids=lambda value: " ".join(map(str, value))[:60] if isinstance(value, list) else "",
 )

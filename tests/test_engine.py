@@ -365,7 +365,7 @@ def test_chat_messages_go_through_the_template(llm):
     text = llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text == "user: hello\nassistant:"
     assert llm.encode(messages) == llm.encode(text)
-    refused("chat template refuses.*no role robot", llm.encode, [{"role": "robot", "content": "x"}])
+    refused("chat template rejects.*no role robot", llm.encode, [{"role": "robot", "content": "x"}])
     refused("a chat message must be", llm.encode, [{"content": "x"}])
 
 
@@ -384,8 +384,8 @@ def test_without_a_chat_template_messages_are_refused(llm):
         ("x" * 300, r"shorter than the model's context of 256 tokens, got 300"),
         ([5] * 256, "got 256"),
         (3.5, "got float"),
-        ([1.5, 2], "a prompt must be a text"),
-        ([True, False], "a prompt must be a text"),
+        ([1.5, 2], "a prompt must be a string"),
+        ([True, False], "a prompt must be a string"),
         ("\ud800", "surrogate"),
         ({"role": "user"}, "got dict"),
     ],
@@ -639,7 +639,7 @@ def test_without_a_tokenizer_token_ids_work_and_text_is_refused(copy, llm):
     refused("needs a tokenizer, and .* has no tokenizer files; give token ids", bare.generate, "text")
     refused("chat messages need a tokenizer", bare.generate, [{"role": "user", "content": "x"}])
     refused("stop strings need a tokenizer", bare.generate, ids, stop="x")
-    refused("bad word as text needs a tokenizer", bare.generate, ids, bad_words=["x"])
+    refused("bad word given as a string needs a tokenizer", bare.generate, ids, bad_words=["x"])
 
 
 def test_a_broken_tokenizer_is_named(copy):
@@ -674,7 +674,7 @@ def test_models_that_are_no_decoders(tmp_path):
     )
 
 
-def test_a_recurrent_model_says_once_that_it_decodes_plainly(tmp_path):
+def test_a_recurrent_model_warns_once_about_plain_decoding(tmp_path):
     tiny_model("mamba").save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="decoding one row per step") as said:
         llm = lookahead.load(tmp_path)
@@ -911,7 +911,7 @@ with warnings.catch_warnings(record=True) as told:
         ids, max_new_tokens=20, do_sample=False, custom_generate=lookahead.generate, stats=stats
     )
 assert stats[0].path == "plain" and ours.tolist() == plain.tolist()
-assert any("plainly, without drafts: " in str(one.message) for one in told), told
+assert any("with plain decoding, without drafts: " in str(one.message) for one in told), told
 print("equal")
 """
 

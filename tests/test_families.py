@@ -61,7 +61,7 @@ def reference(family, mode):
     return run(family, mode)
 
 
-@pytest.mark.filterwarnings("ignore:lookahead.generate runs this model plainly")
+@pytest.mark.filterwarnings("ignore:lookahead.generate runs this model with plain decoding")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_tokens_and_same_generator_state(family, mode):
@@ -94,7 +94,7 @@ def test_the_probe_chooses_and_says_why(family):
         assert found.equivalence.difference < 1e-4
 
 
-@pytest.mark.filterwarnings("ignore:lookahead.generate runs this model plainly")
+@pytest.mark.filterwarnings("ignore:lookahead.generate runs this model with plain decoding")
 @pytest.mark.parametrize("family", ONE_ROW)
 def test_settings_of_a_method_where_nothing_is_drafted(family):
     """One row a step: settings are checked and then not needed, whichever method they are for."""

@@ -4,7 +4,7 @@ import pytest
 
 import fuzz
 
-pytestmark = pytest.mark.filterwarnings("ignore:lookahead.generate runs this model plainly")
+pytestmark = pytest.mark.filterwarnings("ignore:lookahead.generate runs this model with plain decoding")
 
 
 def test_no_case_differs():

@@ -259,11 +259,11 @@ def test_a_setting_that_cannot_be(key, value, match, whole):
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("merges", ["a b", "a nonesuch"], r"merges must join two tokens .* to a third, got \('a', "),
-        ("merges", "a b", "merges must be a list of texts"),
-        ("tokens", [1, 2], "tokens must be a list of texts, got array"),
+        ("merges", ["a b", "a nonesuch"], r"merges must join two tokens .* into a third, got \('a', "),
+        ("merges", "a b", "merges must be a list of strings"),
+        ("tokens", [1, 2], "tokens must be a list of strings, got array"),
         ("token_type", np.ones(3, np.int32), "token_type must have a number for each of the 320 tokens"),
-        ("model", 7, "tokenizer.ggml.model must be a text, got 7"),
+        ("model", 7, "tokenizer.ggml.model must be a string, got 7"),
     ],
 )
 def test_a_tokenizer_that_cannot_be(key, value, match, whole):
@@ -281,14 +281,14 @@ def test_a_merge_out_of_the_vocabulary_is_said_in_one_line(whole, tmp_path):
     data[at + len(token) - 1] ^= 1
     (tmp_path / "x.gguf").write_bytes(data)
     line = refused("the tokenizer of .*x.gguf is damaged", "generate", tmp_path / "x.gguf", "--prompt", "x")
-    assert "must join two tokens of the vocabulary to a third, got" in line
+    assert "must join two tokens of the vocabulary into a third, got" in line
 
 
 @pytest.mark.parametrize("template", ["{% for", "{{ 1 // 0 }}", "{% for i in range(10 ** 9) %}{% endfor %}"])
 def test_a_chat_template_that_fails(template, tmp_path):
     write_gguf(tmp_path / "x.gguf", "llama", chat_template=template)
     llm = lookahead.load(tmp_path / "x.gguf")
-    with pytest.raises(SettingsError, match=r"the model's chat template refuses these messages: .+") as error:
+    with pytest.raises(SettingsError, match=r"the model's chat template rejects these messages: .+") as error:
         llm.encode([{"role": "user", "content": "hi"}])
     assert "\n" not in str(error.value)
 

@@ -63,7 +63,7 @@ def test_a_second_run_continues_the_first(chats, tmp_path):
     code, out, err = call("learn", chats, "--tokens", 1500, "--output", file)
     assert code == 0
     assert "tokens of earlier runs" in err
-    assert f"kept in {file}" in out
+    assert f"saved to {file}" in out
     assert file.read_bytes() != before
     llm = lookahead.load(chats)
     with_table = llm.generate([5, 6, 7], max_new_tokens=30, drafter=Adaptive(rows=4, table=file))
@@ -82,7 +82,7 @@ def test_an_interruption_ends_the_writing_and_another_leaves_the_table_for_later
     code, out, err = call("learn", chats, "--minutes", 5, "--json")
     assert code == 0
     assert json.loads(out)["interrupted"]
-    assert "interrupted: building the table from what there is" in err
+    assert "interrupted: building the table from the text so far" in err
     kept = Learner(lookahead.load(chats)).folder.tokens
     monkeypatch.setattr(Learner, "build", again)
     code, out, err = call("learn", chats)

@@ -150,7 +150,7 @@ def test_files_that_are_no_safetensors(tmp_path):
     for content in (b"", b"not a head", b"\xff" * 4096):
         path = tmp_path / "file"
         path.write_bytes(content)
-        with pytest.raises(SettingsError, match="holds no light head"):
+        with pytest.raises(SettingsError, match="is not a light head"):
             load_head(path)
     with pytest.raises(SettingsError, match="must be a file"):
         load_head(tmp_path)
@@ -218,7 +218,7 @@ def test_a_short_shortlist_gives_fewer_tokens(models):
 
 def test_a_head_of_another_model_is_refused(models):
     for changed in ({"vocabulary": 97}, {"hidden": 96}):
-        with pytest.raises(SettingsError, match=r"96 tokens and hidden states of 64.*train-head"):
+        with pytest.raises(SettingsError, match=r"a vocabulary of 96 and a hidden size of 64.*train-head"):
             make_head(models["packed"], "cpu", weights(**changed))
 
 

@@ -345,7 +345,7 @@ def test_more_sequences_than_the_engine_has(loaded, monkeypatch):
     results = {update.index: update.result for update in updates if update.result is not None}
     failed = [result for result in results.values() if result.error is not None]
     assert len(failed) == 1
-    assert "at most 4 sequences of this model together" in str(failed[0].error)
+    assert "at most 4 sequences of this model at once" in str(failed[0].error)
     assert all(result.tokens == plain.tokens for result in results.values() if result.error is None)
 
 
@@ -381,7 +381,7 @@ def test_a_model_with_a_recurrent_state_decodes_plainly(files, loaded, monkeypat
     """As if this one had such a state: its memory could not be cut back."""
     plain = loaded().generate([PROMPT, [3, 4]], max_new_tokens=20, ignore_eos=True, drafter=Plain())
     monkeypatch.setattr(library.library(), "llama_model_is_recurrent", lambda model: True)
-    with pytest.warns(UserWarning, match="its recurrent state cannot be cut back"):
+    with pytest.warns(UserWarning, match="its recurrent state cannot be truncated"):
         llm = lookahead.load(files(), engine="llama.cpp", threads=1, **WHOLE)
     assert llm.probe.mode == "plain"
     assert llm.model.loaded.sequences == library.RECURRENT_SEQUENCES

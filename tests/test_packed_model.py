@@ -280,7 +280,7 @@ def test_weights_that_cannot_be_had(files, tmp_path):
     folder, path = save(tmp_path), files("llama", MIXED)
     for match, model, options in (
         ("is for models that are not quantized, but .* is; leave weights out", path, {"weights": "q8_0"}),
-        ("no quantizer for it: give a file that has it", folder, {"weights": "q4_k"}),
+        ("cannot quantize to it: load a file of this type", folder, {"weights": "q4_k"}),
         ("weights must be one of q4_0, .*, got 'int3'", folder, {"weights": "int3"}),
         ("dtype='auto'; leave out device and dtype", folder, {"weights": "q8_0", "dtype": "float32"}),
     ):

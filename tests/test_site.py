@@ -74,7 +74,7 @@ def test_a_first_build_without_a_network_says_so(tmp_path):
     (tmp_path / ".ready").touch()
     done = subprocess.run(["make", "docs", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "must be installed first, which needs a network once; builds need none" in done.stdout
+    assert "could not be installed; this needs a network connection once" in done.stdout
     assert not (tmp_path / ".docs").exists()
 
 

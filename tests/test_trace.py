@@ -124,7 +124,7 @@ def test_a_trace_without_a_tokenizer_has_no_texts(llm, tmp_path):
 def test_a_trace_is_of_one_text(llm, tmp_path):
     with (
         TraceWriter(tmp_path / "t.jsonl", llm) as trace,
-        pytest.raises(SettingsError, match="holds one sequence"),
+        pytest.raises(SettingsError, match="a trace has one sequence"),
     ):
         list(map(trace.write, llm.run([PROMPT, PROMPT + "x"], max_new_tokens=4, batch_size=2)))
 
@@ -163,9 +163,9 @@ def test_what_cannot_be_read_is_refused_and_the_rest_is_kept(llm, tmp_path):
         read_trace(path)
     for text in ("", "{}\n", "[1]\n", "\x00\x01", '{"id": 1}\n'):
         path.write_text(text)
-        with pytest.raises(SettingsError, match="is no trace: its first line must be the header"):
+        with pytest.raises(SettingsError, match="is not a trace: its first line must be the header"):
             read_trace(path)
-    with pytest.raises(SettingsError, match="must be a file that can be read"):
+    with pytest.raises(SettingsError, match="must be a readable file"):
         read_trace(tmp_path / "none")
 
 
@@ -189,7 +189,7 @@ def test_generate_writes_a_trace_and_show_makes_a_page(model, tmp_path, monkeypa
     monkeypatch.setattr("webbrowser.open", opened.append)
     code, _, err = call("show", path)
     assert code == 0
-    assert "there is no browser here" in err  # this one said nothing
+    assert "no browser found here" in err  # this one said nothing
     page = tmp_path / "t.html"
     assert opened == [page.as_uri()]
     assert page.read_text(encoding="utf-8") == page_of(read_trace(path))
@@ -198,13 +198,11 @@ def test_generate_writes_a_trace_and_show_makes_a_page(model, tmp_path, monkeypa
     call(*base, "--overwrite")
     call("show", path, "--output", tmp_path / "other.html")
     assert len(opened) == 1
-    refused("--output must be another file", "show", path, "--output", path)
+    refused("--output must differ from the trace", "show", path, "--output", path)
     assert path.read_bytes() == before
     path.write_bytes(before[:-20])
     code, _, err = call("show", path, "--output", page)
     assert code == 0
     assert "is not complete (line" in err
     path.write_bytes(before)
-    refused(
-        "the page must be a file that can be written", "show", path, "--output", tmp_path / "no" / "p.html"
-    )
+    refused("the page must be a writable file", "show", path, "--output", tmp_path / "no" / "p.html")

@@ -225,8 +225,8 @@ def test_bad_traces_are_named_and_the_page_keeps_what_it_has(opened, trace, tmp_
             whole.replace('"version": 1', '"version": 7', 1),
             "trace of version 7, and this page reads version 1",
         ),
-        ("hello\n", "This is no trace"),
-        ("", "This is no trace"),
+        ("hello\n", "This is not a trace"),
+        ("", "This is not a trace"),
     ]:
         (tmp_path / "bad.jsonl").write_text(text)
         page.locator("#file").set_input_files(tmp_path / "bad.jsonl")

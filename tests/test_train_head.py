@@ -84,7 +84,7 @@ def test_an_interrupted_command_goes_on_twice_and_ends_with_the_same_head(chats,
     kept = _interrupt_after(monkeypatch, hidden_states, "_save", 0)
     code, out, err = command(chats, "--output", tmp_path / "parts")
     assert (code, out) == (130, "")
-    assert f"interrupted; what is done is kept in {folder}, and the same command continues" in err
+    assert f"interrupted; progress is saved in {folder}, and the same command continues" in err
     monkeypatch.setattr(hidden_states, "_save", kept)
     train = Training._train
     _interrupt_after(monkeypatch, Training, "_train", 3)
@@ -192,5 +192,5 @@ def test_a_model_without_chat_template(tmp_path):
     code, out, err = command(str(model))
     assert code == 0, err
     assert "no chat template, so it continues short texts" in err
-    assert "level 2: the next token of held-out text is among the best 1, 2, 4, 8 guesses in" in out
-    assert "for further training, and can be deleted" in err
+    assert "level 2: the next held-out token is among the top 1, 2, 4, 8 guesses in" in out
+    assert "for further training and can be deleted" in err

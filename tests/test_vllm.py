@@ -301,7 +301,7 @@ def test_versions(monkeypatch, found, right):
     else:
         with pytest.raises(
             SettingsError,
-            match=rf"^lookahead.integrations.vllm is for vLLM from .*, and {found} is installed; pip",
+            match=rf"^lookahead.integrations.vllm supports vLLM from .*, and {found} is installed; pip",
         ):
             Proposer(config())
 

@@ -117,7 +117,7 @@ def test_a_version_that_it_was_not_built_for_is_refused():
     environment = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode != 0
-    assert "lookahead.integrations.vllm is for vLLM from 0.1 on and before 0.2, and" in done.stderr
+    assert "lookahead.integrations.vllm supports vLLM from 0.1 on and before 0.2, and" in done.stderr
 
 
 def test_one_command_serves(plain):

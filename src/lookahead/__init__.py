@@ -5,7 +5,7 @@
 
     model.generate(**inputs, custom_generate=lookahead.generate)
 
-Importing this package loads neither torch nor transformers; names that need them are imported on first use.
+This package does not import torch or transformers; names that need them are imported on first use.
 """
 
 from __future__ import annotations

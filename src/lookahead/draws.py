@@ -1,17 +1,17 @@
-"""The argmax of logits plus Gumbel noise, without computing most of the noise. Compiled with numba; knows no torch.
+"""The argmax of logits plus Gumbel noise, without computing most of the noise. Compiled with numba, without torch.
 
 ``sampling`` defines a drawn token as argmax(logits / T + g), where g_i = -log(-log(u_i)) and u_i are the upper 52
 bits of output i of SplitMix64. Two logarithms for each of V tokens take as long as a row of a small model's forward
-pass. Most of them decide nothing: g_i increases with u_i, so a token whose logit is far below the best one needs bits
-close to the largest possible value. The search takes groups of 32 tokens. The largest logit of a group gives the
-smallest bits with which one of its tokens could win; its tokens are scored only if one of them has such bits.
+pass. Most of them are irrelevant: g_i increases with u_i, so a token whose logit is far below the best one needs bits
+close to the largest possible value. The search processes groups of 32 tokens. The largest logit of a group gives the
+smallest bits with which one of its tokens could win, and its tokens are scored only if one of them has such bits.
 
 An example with T = 1. The best score so far is 21.3 (logit 20.1, noise 1.2). A group whose largest logit is 9.3 needs
-noise of 12, which one token in 160,000 has: for nearly all such groups, the 32 integers are all that is computed.
-Noise is at most ``MOST``, so a group with the largest logit -16 is skipped altogether.
+noise of 12, which one token in 160,000 has, so for nearly all such groups only the 32 integers are computed. Noise is
+at most ``MOST``, so a group with the largest logit -16 is skipped entirely.
 
-The scores here are in float64, those of the definition in float32. If the two best scores are closer than their
-rounding errors, the search does not decide, and the caller computes the definition.
+Scores are float64 here and float32 in the definition. If the two best scores are closer than their rounding errors,
+the search is undecided, and the caller evaluates the definition.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import numpy as np
 
 from .jit import compiled, entry
 
-#: SplitMix64 (Steele, Lea and Flood, 2014): the step of its state, and the factors of its finaliser.
+#: SplitMix64 (Steele, Lea and Flood, 2014): its state increment and the factors of its finaliser.
 GOLDEN = 0x9E3779B97F4A7C15
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 GROUP = 32
 #: The noise of the largest 52 bits is 36.74.
 MOST = 36.75
-#: Thresholds are tabulated for noise in steps of 1 / FINE.
+#: Thresholds are tabulated in noise steps of 1 / FINE.
 FINE = 8
-#: NOISY[i]: the bits of noise i / FINE, less 2, which is more than their rounding error.
+#: NOISY[i]: the bits of noise i / FINE minus 2, which is more than their rounding error.
 NOISY = np.maximum(np.exp(-np.exp(-np.arange(MOST * FINE + 1) / FINE)) * 2.0**52 - 2, 0).astype(np.uint64)
 #: Bound of the rounding errors of two scores, relative to their absolute value plus twice the largest noise. One
 #: score has the errors of a division, of the noise and of a sum, each at most 2 ** -24 of its result.
@@ -70,7 +70,8 @@ def gumbel_of(key: Any, position: int, token: int) -> Any:
 def _peaks(row: Any, peaks: Any) -> None:
     """Write the largest logit of each group, NaN if one is NaN."""
     for group in range(len(peaks)):
-        peak, missing = np.float32(-np.inf), 0
+        peak = np.float32(-np.inf)
+        missing = 0
         for i in range(group * GROUP, min((group + 1) * GROUP, len(row))):
             peak = max(peak, row[i])
             missing += row[i] != row[i]
@@ -86,8 +87,9 @@ def _search(row: Any, peaks: Any, divisor: float, start: Any, noisy: Any) -> int
         if peaks[group] > peaks[top]:
             top = group
     best = second = -np.inf
-    token, margin = -1, 0.0
-    # The group with the best logit comes first: a high score excludes more of the others.
+    token = -1
+    margin = 0.0
+    # Start with the group of the best logit, because a high score excludes more of the others.
     for turn in range(-1, len(peaks)):
         if turn == top:
             continue
@@ -97,7 +99,7 @@ def _search(row: Any, peaks: Any, divisor: float, start: Any, noisy: Any) -> int
             continue
         threshold = noisy[int(needed * FINE)] if needed > 0 else np.uint64(0)
         first, end = group * GROUP, min((group + 1) * GROUP, len(row))
-        # This loop has no branch, so that it is compiled to vector instructions.
+        # This loop has no branches, so that it compiles to vector instructions.
         most = np.uint64(0)
         for i in range(first, end):
             most = max(most, _bits(start, i))
@@ -126,7 +128,8 @@ def draw(row: Any, peaks: Any, temperature: float, start: int) -> int:
         start: the state of SplitMix64 before the first token's output.
 
     Returns:
-        -1 if this search cannot decide: two scores are almost equal, or a logit is NaN, or the best is infinite.
+        the token; -1 if this search is undecided, because two scores are almost equal, a logit is NaN, or the best is
+        infinite.
     """
     if peaks is None:
         peaks = np.empty(-(-len(row) // GROUP), np.float32)

@@ -5,11 +5,11 @@ torch's OpenMP threads would have to wait for a free core, or its threads would 
 begins; on two cores, either takes as long as several steps. Operations between steps work on single rows of logits,
 for which one thread is as fast.
 
-The number is a property of the calling thread, but ``torch.set_num_threads`` also changes it for threads that start
-later, which is the user's setting. A thread that started while another was in a block gets the user's number when it
-first comes here.
+The thread count is a property of the calling thread, but ``torch.set_num_threads`` also changes it for threads that
+start later, and so overwrites the user's setting. A thread that started while another was in a block gets the user's
+count when it first calls this module.
 
-This module does not load torch: packed weights are decoded without it, which saves a second at every start.
+This module does not import torch, because packed weights are decoded without it, which saves a second at every start.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any
 
 
 def _torch() -> Any:
-    """The module torch if something has loaded it, else None."""
+    """The module torch if it has been imported, else None."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "set_num_threads") else None
 
 
 @cache
 def _default_count() -> int:
-    """The number of threads that torch starts with: OMP_NUM_THREADS, or the cores that this process may use."""
+    """torch's default thread count: OMP_NUM_THREADS, or the number of cores that this process may use."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdecimal() and int(given) > 0:
         return int(given)
@@ -42,7 +42,7 @@ def _default_count() -> int:
     cores = set()
     for processor in processors:
         core = str(processor)
-        with suppress(OSError):  # threads of one core name the same siblings
+        with suppress(OSError):  # threads of one core list the same siblings
             core = Path(f"/sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list").read_text()
         cores.add(core)
     return len(cores)
@@ -50,17 +50,17 @@ def _default_count() -> int:
 
 class _Local(threading.local):
     depth = 0
-    before: int | None = None  # the number before the outermost block, unless it was 1
-    known = False  # whether this thread has been here before
+    before: int | None = None  # the count before the outermost block, unless it was 1
+    known = False  # whether this thread has called ``thread_count``
 
 
 _local = _Local()
-#: The numbers that threads which are in a block had before, by the thread.
+#: The earlier counts of the threads inside a block, by thread.
 _inside: dict[int, int] = {}
 
 
 class OneThread:
-    """A context manager within which torch's CPU operations run on the calling thread only. Blocks may be nested, and
+    """A context manager in which torch's CPU operations run on the calling thread only. Blocks may be nested, and
     threads may share the object."""
 
     def __enter__(self) -> None:
@@ -82,7 +82,7 @@ class OneThread:
 def thread_count() -> int:
     """The number of threads that torch and compiled passes use in the calling thread. Do not call it in a block.
 
-    If an interrupt left a block without restoring the number, it is restored here.
+    If an interrupt left a block without restoring the count, it is restored here.
     """
     torch = _torch()
     if _local.before is not None:

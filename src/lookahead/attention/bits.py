@@ -1,4 +1,4 @@
-"""Ancestor bits as 32-bit words, and the checks of arguments that all backends share."""
+"""Ancestor bits as 32-bit words, and the argument checks shared by all backends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LARGEST_HEAD = 256
 
 
 def word_count(rows: int) -> int:
-    """W: the words that hold ``rows`` bits."""
+    """W, the number of words for ``rows`` bits."""
     return (rows + 31) // 32
 
 
@@ -21,7 +21,7 @@ def pack_bits(ancestors: Sequence[Sequence[int]], rows: int) -> torch.Tensor:
     """Ancestor bits as words (B, Q, W) int32, on the CPU.
 
     Args:
-        ancestors: per sequence and row, a number whose bit c says whether the row sees row c.
+        ancestors: per sequence and row, a number whose bit c is set if the row sees row c.
         rows: Q; padding rows of shorter sequences see only the root.
     """
     width = 4 * word_count(rows)
@@ -34,7 +34,7 @@ def pack_bits(ancestors: Sequence[Sequence[int]], rows: int) -> torch.Tensor:
 
 
 def unpack_bits(words: torch.Tensor) -> torch.Tensor:
-    """(B, Q, Q) bool from the words: entry [b, i, c] says whether row i sees row c."""
+    """(B, Q, Q) bool from the words; entry [b, i, c] is whether row i sees row c."""
     rows = words.shape[1]
     shifts = torch.arange(32, dtype=torch.int32, device=words.device)
     return (words[..., None] >> shifts & 1).flatten(2)[..., :rows].bool()

@@ -1,6 +1,6 @@
-"""Attention whose sums depend only on absolute positions: a row has the same bits in a tree, in a batch or alone.
+"""Attention whose sums depend only on absolute positions, so a row is bit-identical in a tree, in a batch or alone.
 
-A row at position p sees keys at positions 0 .. p, in two parts of fixed shape whose boundary depends only on p:
+A row at position p sees keys at positions 0 .. p, in two parts of fixed shape with a boundary that depends only on p:
 
 - keys before B(p) = max(0, p - ``DEPTH``), in pages of ``PAGE`` columns, read in place. Trees are at most ``DEPTH``
   deep, so all these keys are committed, and a key's column is its position;
@@ -22,11 +22,11 @@ from collections.abc import Sequence
 
 import torch
 
-#: The deepest node of a tree.
+#: Maximum depth of a tree.
 DEPTH = 31
-#: The most keys from B(p) to p.
+#: Maximum number of keys from B(p) to p.
 WINDOW = DEPTH + 1
-#: Columns that are evaluated together; the capacity of a cache is a multiple of this.
+#: Columns evaluated at once; the capacity of a cache is a multiple of this.
 PAGE = 256
 
 
@@ -50,7 +50,7 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of rows of any sequences in one flat step; the options are those of the package.
+    """Attention of rows of any sequences in one flat step; options as described in the package.
 
     Args:
         query: (1, H, R, D).
@@ -63,12 +63,16 @@ def attend(
     Returns:
         (1, H, R, Dv) in the query's dtype; sums are in float32 at least.
     """
-    (_, heads, rows, size), kv_heads = query.shape, key.shape[1]
-    group, wide, device = heads // kv_heads, torch.promote_types(query.dtype, torch.float32), query.device
+    _, heads, rows, size = query.shape
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    wide = torch.promote_types(query.dtype, torch.float32)
+    device = query.device
     q = query[0].to(wide).view(kv_heads, group, rows, size).permute(2, 0, 1, 3).contiguous()
     q *= scale if scale is not None else size**-0.5
     begin = (positions - DEPTH).clamp(min=0)
-    per_row, every_head = slots[:, None, None], torch.arange(kv_heads, device=device)[None, :, None]
+    per_row = slots[:, None, None]
+    every_head = torch.arange(kv_heads, device=device)[None, :, None]
 
     def masked(scores: torch.Tensor, seen: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """Scores (R, Hkv, G, n) of keys at positions (R, n), -inf where they are not seen."""
@@ -78,6 +82,7 @@ def attend(
             seen = seen & (positions[:, None] - at < window)
         return scores.masked_fill(~seen[:, None, None], float("-inf"))
 
+    # The window of each row.
     place = torch.arange(WINDOW, device=device)
     gathered = key[per_row, every_head, columns[:, None]].to(wide)  # (R, Hkv, WINDOW, D)
     scores = masked(q @ gathered.transpose(2, 3), place < counts[:, None], begin[:, None] + place)
@@ -86,6 +91,7 @@ def attend(
     total = weights.sum(-1, keepdim=True)
     acc = weights @ value[per_row, every_head, columns[:, None]].to(wide)
 
+    # The pages before it. Grouped heads become rows of one head, so a page is read once.
     folded = q.transpose(0, 1).reshape(kv_heads, rows * group, size)
     for slot, number in pages:
         for page in range(number):
@@ -98,7 +104,7 @@ def attend(
             weights, shrink = torch.exp(scores - new), torch.exp(best - new)
             flat = weights.transpose(0, 1).reshape(kv_heads, rows * group, PAGE)
             values = (flat @ value[slot, :, part].to(wide)).view(kv_heads, rows, group, -1).transpose(0, 1)
-            # A row that sees nothing of the page takes nothing from it, even if another sequence's values are NaN.
+            # A row that sees nothing of the page gets nothing from it, even if another sequence's values are NaN.
             values = values.masked_fill(~seen.any(1)[:, None, None, None], -0.0)
             best, total, acc = new, total * shrink + weights.sum(-1, keepdim=True), acc * shrink + values
     if sinks is not None:

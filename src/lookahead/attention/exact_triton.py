@@ -1,4 +1,4 @@
-"""``attention.exact`` in one kernel for NVIDIA GPUs: one program per row and key head, divided at the same B(p).
+"""``attention.exact`` in one kernel for NVIDIA GPUs, with one program per row and key head, divided at the same B(p).
 
 A program evaluates one row of the pass, with the heads of its group in a tile of fixed size, so its sums do not
 depend on other rows. It processes the row's window first and then the keys before B(p), in blocks at absolute
@@ -60,8 +60,10 @@ def _rows(  # type: ignore[no-untyped-def]
     slot, position, count = tl.load(slots + row), tl.load(positions + row), tl.load(counts + row)
     begin = tl.maximum(position - DEEPEST, 0)
     member = tl.arange(0, BLOCK_M)
-    live, head = member < group, h * group + member
+    live = member < group
+    head = h * group + member
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    # The queries of the row's group, and the cache of its sequence and head.
     q_at = query + head[:, None] * q_h + row * q_r + d[None, :]
     q = tl.load(q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
     if UPCAST:
@@ -71,6 +73,7 @@ def _rows(  # type: ignore[no-untyped-def]
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    # The window: keys from B(p) on, at the columns of the row's path.
     place = tl.arange(0, DEEPEST + 1)
     inside = place < count
     own = tl.load(columns + row * c_r + place, mask=inside, other=0)
@@ -99,8 +102,9 @@ def _rows(  # type: ignore[no-untyped-def]
         PRECISION,
         UPCAST,
     )
+    # The keys before B(p).
     first = begin * 0
-    if WINDOW:  # skip whole blocks that the row does not see; they would change nothing
+    if WINDOW:  # skip whole blocks that the row does not see, which would have no effect
         first = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
     for start in range(first, begin, BLOCK_N):
         column = start + tl.arange(0, BLOCK_N)
@@ -157,7 +161,9 @@ def attend(
     """See ``attention.exact.attend``; ``pages`` is not used, because the kernel reads the positions."""
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"the kernel takes float16, bfloat16 and float32, got {query.dtype}")
-    (_, heads, rows, size), kv_heads, value_size = query.shape, key.shape[1], value.shape[-1]
+    _, heads, rows, size = query.shape
+    kv_heads = key.shape[1]
+    value_size = value.shape[-1]
     group = heads // kv_heads
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     out = query.new_empty(1, heads, rows, value_size)
@@ -192,7 +198,7 @@ def attend(
         enable_fp_fusion=True,
         **block,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        # The interpreter multiplies the bits of bfloat16 as if they were whole numbers.
+        # The interpreter multiplies the bits of bfloat16 as if they were integers.
         UPCAST=query.dtype == torch.bfloat16 and not isinstance(_rows, triton.JITFunction),
     )
     return out

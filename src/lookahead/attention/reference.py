@@ -1,4 +1,4 @@
-"""The definition of the attention, with a mask. The other backends are compared with it."""
+"""The definition of the attention, with a mask. Other backends are tested against it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See the package for arguments and shapes. The attention is computed in the query's own dtype."""
+    """See the package for arguments and shapes. Computes in the query's dtype."""
     _, heads, rows, size = query.shape
     scale = scale if scale is not None else size**-0.5
     group = heads // key.shape[1]
     seen_rows = unpack_bits(words)
     outputs = []
     for b, length in enumerate(map(int, lengths)):
-        width, slot = length + rows, b if slots is None else int(slots[b])
+        width = length + rows
+        slot = b if slots is None else int(slots[b])
         keys = key[slot, :, :width].repeat_interleave(group, 0)  # (H, width, D)
         values = value[slot, :, :width].repeat_interleave(group, 0)
         scores = query[b] @ keys.transpose(1, 2) * scale  # (H, Q, width)

@@ -1,7 +1,7 @@
-"""Attention with one mask over all given columns, computed on the device from lengths and ancestor bits; any device.
+"""Attention with one mask over all given columns, computed from lengths and ancestor bits on any device.
 
-Nothing is read on the host, because a captured graph cannot wait for the host. Lengths enter only through the mask,
-so the cost depends on the number of columns that the caller gives.
+Nothing is read on the host, because a captured graph cannot wait for it. Lengths affect only the mask, so the cost
+depends on the number of columns given by the caller.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def attend(
         index = slots.long()
         key, value = key[index], value[index]
     batch, heads, rows, size = query.shape
-    kv_heads, group = key.shape[1], heads // key.shape[1]
+    kv_heads = key.shape[1]
+    group = heads // key.shape[1]
+    # The mask.
     lengths = torch.as_tensor(lengths, device=query.device).long()
     # Each column's index among the step's rows: negative in the prefix, Q or more after the rows.
     index = torch.arange(key.shape[2], device=query.device)[None] - lengths[:, None]  # (B, C)

@@ -3,7 +3,7 @@
 There are two launches. The first has one program per (part of the context, tile of rows, key head of a sequence).
 All query rows of a key head are in one tile if they fit (groups times rows up to ``BLOCK_M``), so the cache is read
 once. Parts 0 .. P - 1 are consecutive ranges of the committed prefix and need no mask; part P is the tree itself,
-with one word of ancestor bits per query row and 32 columns, held in registers. The second launch merges the parts by
+with one word of ancestor bits per query row and 32 columns, kept in registers. The second launch merges the parts by
 log-sum-exp and adds the sinks.
 
 Lengths and bits are read on the device, so one captured graph serves all lengths of a capacity: the grid fixes the
@@ -45,7 +45,7 @@ def _absorb(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Add one block of keys to the running softmax. Scores are multiplied by log2(e), so exp2 of them is exp of the
+    """Add one block of keys to the running softmax. Scores are multiplied by log2(e), so their exp2 is exp of the
     model's scores."""
     column = column.to(tl.int64)
     k = tl.load(key + column[None, :] * k_c + d[:, None], mask=here[None, :] & (d < D)[:, None], other=0.0)
@@ -59,7 +59,8 @@ def _absorb(  # type: ignore[no-untyped-def]
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
     scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))
     new = tl.maximum(best, tl.max(scores, 1))
-    # A row that has seen nothing yet has the maximum -inf; any finite number replaces it, because its weights are 0.
+    # A row that has seen nothing yet has the maximum -inf. Any finite number may replace it, because the weights are
+    # 0.
     at = tl.where(new == float("-inf"), 0.0, new)
     weights = tl.exp2(scores - at[:, None])
     shrink = tl.exp2(best - at)
@@ -68,8 +69,8 @@ def _absorb(  # type: ignore[no-untyped-def]
     return new, total, acc
 
 
-# Arguments that change with the rows of a step or the capacity of a cache are not specialised. Otherwise, kernels
-# would be compiled for every bucket of rows.
+# Arguments that change with the rows of a step or the capacity of a cache are not specialized, so that kernels are
+# not compiled for every bucket of rows.
 _CHANGES = ["window", "parts", "kv_heads", "group", "rows", "width"]
 
 
@@ -119,6 +120,7 @@ def _parts(  # type: ignore[no-untyped-def]
     live = member < group * rows
     head, row = member // rows, member % rows
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    # The tile's queries and depths, and the cache of this sequence and head.
     q_at = query + b * q_b + (h * group + head)[:, None] * q_h + row[:, None] * q_r + d[None, :]
     q = tl.load(q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
     if UPCAST:
@@ -130,6 +132,7 @@ def _parts(  # type: ignore[no-untyped-def]
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    # A range of the prefix, or the tree.
     if part < parts:
         chunk = tl.cdiv(tl.cdiv(length, parts), BLOCK_N) * BLOCK_N
         start = part * chunk
@@ -197,7 +200,7 @@ def _parts(  # type: ignore[no-untyped-def]
                 PRECISION,
                 UPCAST,
             )
-    # If a row saw nothing in this part, only its maximum is written: -inf, by which ``_merge`` recognises it.
+    # If a row saw nothing in this part, only its maximum, -inf, is written; ``_merge`` recognizes it.
     saw = live & (best > float("-inf"))
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
@@ -231,7 +234,8 @@ def _merge(  # type: ignore[no-untyped-def]
     head, row = h * group + member // rows, member % rows
     dv = tl.arange(0, BLOCK_DV)
     best, whole, acc = float("-inf"), 0.0, tl.zeros((BLOCK_DV,), tl.float32)
-    # In blocks, so that the kernel does not depend on the number of parts, which changes with capacity and batch.
+    # Merge in blocks, so that the kernel does not depend on the number of parts, which changes with capacity and
+    # batch.
     for first in range(0, parts, BLOCK_P):
         part = first + tl.arange(0, BLOCK_P)
         place = (pair * parts + part) * group * rows + member
@@ -272,15 +276,18 @@ def attend(
     """See the package for arguments and shapes. Lengths on the device are not read back.
 
     Args:
-        tuning: tile sizes that replace those of ``blocks``, and "parts", which replaces the result of ``split``.
+        tuning: tile sizes that override ``blocks``, and "parts", which overrides ``split``.
     """
     check(query, key, value, words)
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"the kernel takes float16, bfloat16 and float32, got {query.dtype}")
     device = query.device
-    (batch, heads, rows, size), value_size = query.shape, value.shape[-1]
+    batch, heads, rows, size = query.shape
+    value_size = value.shape[-1]
     kv_heads, columns = key.shape[1], key.shape[2]
-    group, pairs = heads // kv_heads, batch * kv_heads
+    group = heads // kv_heads
+    pairs = batch * kv_heads
+    # Tiles and parts.
     block = blocks(group * rows, size, value_size, query.element_size(), has_small_memory(device))
     block |= dict(tuning or {})
     tiles = triton.cdiv(group * rows, block["BLOCK_M"])
@@ -298,6 +305,7 @@ def attend(
     totals = _empty((pairs, parts + 1, group * rows), dtype=torch.float32, device=device)
     out = _empty((batch, heads, rows, value_size), dtype=query.dtype, device=device)
     values = {"DV": value_size, "BLOCK_DV": _dots(value_size), "enable_fp_fusion": True}
+    # The two launches.
     _parts[(parts + 1, tiles, pairs)](
         query,
         key,
@@ -326,7 +334,7 @@ def attend(
         WINDOW=window > 0,
         SOFTCAP=softcap > 0,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        # The interpreter multiplies the bits of bfloat16 as if they were whole numbers.
+        # The interpreter multiplies the bits of bfloat16 as if they were integers.
         UPCAST=query.dtype == torch.bfloat16 and not isinstance(_parts, triton.JITFunction),
     )
     _merge[(group * rows, pairs)](
@@ -346,7 +354,7 @@ def attend(
     return out
 
 
-#: Parts that are merged at a time.
+#: Parts merged at a time.
 MERGED = 16
 
 
@@ -357,14 +365,15 @@ def blocks(
 
     Args:
         members: groups times rows.
-        size, value_size, item_bytes: head sizes, and bytes of a number.
+        size, value_size, item_bytes: head sizes, and bytes per number.
         small_memory: whether a program has only 64 KB of shared memory.
     """
-    wide, full = max(size, value_size) > 128, item_bytes == 4
+    wide = max(size, value_size) > 128
+    full = item_bytes == 4
     most = 128 >> (wide + full + small_memory)
     block_m = max(16, min(most, triton.next_power_of_2(members)))
     block_n = 32 if wide or full or small_memory else 64
-    # Keys and values of every stage are in shared memory, of which an A100 has 163 KB per program.
+    # Keys and values of every stage are in shared memory; an A100 has 163 KB of it per program.
     stages = 3 if not full else 1 if wide else 2
     return {
         "BLOCK_M": block_m,
@@ -391,5 +400,5 @@ def _dots(size: int) -> int:
     return max(16, int(triton.next_power_of_2(size)))
 
 
-#: Where outputs go; tests fill them with NaN first.
+#: Allocates outputs; tests fill them with NaN first.
 _empty = torch.empty

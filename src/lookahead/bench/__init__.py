@@ -1,4 +1,4 @@
-"""Measurement: does drafting pay here? Methods side by side on the same prompts, step costs, tables and plots.
+"""Measurement: does drafting pay off here? Methods side by side on the same prompts, step costs, tables and plots.
 
     from lookahead.bench import run
     records = run(["lookahead:15,5,15"], ["def fibonacci(n):"])
@@ -6,7 +6,7 @@
 The life of a measurement:
     workloads.load_workload   a file, or "stdlib" -> prompts
     methods.load_model        the model under test: weights, tokenizer, target
-    methods.make_methods      a name -> methods that decode prompts and count what each text cost
+    methods.make_methods      a name -> methods that decode prompts and record the cost of each completion
     run.run                   methods interleaved prompt by prompt -> records
     record.Records            one JSON line each, kept across interrupts
     report                    tables and plots, computed from records

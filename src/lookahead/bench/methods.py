@@ -1,8 +1,8 @@
-"""What is measured: a model, ways to decode a prompt with it, and the cost of each text.
+"""What is measured: a model, ways to decode a prompt with it, and the cost of each completion.
 
-The cost is counted in the same way for every method, ours or another library's: the first forward pass of the target
-is the prefill, every later pass is a step; the rows of a step are the positions that it evaluates, and its tokens are
-those that it adds to the text, including the end token.
+The cost is counted in the same way for every method, ours or another library's. The first forward pass of the target
+is the prefill, every later pass is a step. The rows of a step are the positions that it evaluates, and its tokens are
+those that it adds to the completion, including the end token.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ModelUnderTest:
     target: Target  # evaluates the steps of our methods
     model: Any = None  # a transformers model; None if there is only a target
     tokenizer: Any = None  # a transformers tokenizer; None if prompts are token ids
-    eos: frozenset[int] = frozenset()  # tokens that end a text
-    max_positions: int = UNLIMITED  # the model's longest text, in tokens
+    eos: frozenset[int] = frozenset()  # tokens that end a sequence
+    max_positions: int = UNLIMITED  # the model's maximum sequence length, in tokens
     dtype: str = "float32"  # for the records
     gguf: str | None = None  # the file that the model was read from, if it is a GGUF file
     parameter_count: int | None = None  # the number of its weights; None if there is only a target
@@ -65,7 +65,7 @@ def load_model(path_or_id: str | None = None, path: str = "auto", **options: Any
     llm = load(path_or_id, **options)
     file = Path(path_or_id or "-")
     if file.exists():
-        llm.name = file.resolve().name  # records must not show this machine's folders
+        llm.name = file.resolve().name  # records must not reveal this machine's folders
     model = ModelUnderTest.of(llm, path)
     model.gguf = str(file) if file.suffix == ".gguf" else None
     return model
@@ -80,9 +80,7 @@ class RunOptions:
     top_k: int = 0  # sample from the k most likely tokens; 0 for all
     seed: int = 0  # seed of the random numbers
     repeats: int = 1  # how often every prompt is decoded
-    warm: bool = (
-        True  # measure methods that keep state twice, the second time with the state of earlier prompts
-    )
+    warm: bool = True  # measure methods that keep state twice: without and with the state of earlier prompts
 
     def __post_init__(self) -> None:
         for name, low in (("max_new_tokens", 1), ("repeats", 1), ("temperature", 0), ("top_k", 0)):
@@ -92,7 +90,7 @@ class RunOptions:
 
 @dataclass(slots=True)
 class Outcome:
-    """One text, and what it cost.
+    """One completion and its cost.
 
     The prefill of another library may also verify a draft. Its tokens beyond the first are in ``tokens`` and
     ``prefill_tokens``, not in ``stats``.
@@ -108,7 +106,7 @@ class Outcome:
 
 
 class Method(ABC):
-    """Decodes prompts one after the other."""
+    """Decodes prompts one at a time."""
 
     label: str  # name with settings
     state: str = ""  # "cold" or "warm" if the method keeps state between prompts
@@ -119,7 +117,7 @@ class Method(ABC):
         """Decode one prompt."""
 
     def comparable(self, options: RunOptions) -> bool:
-        """Whether the text must equal that of plain decoding, token for token."""
+        """Whether the completion must equal that of plain decoding, token for token."""
         return True
 
     def forget(self) -> None:  # noqa: B027
@@ -133,7 +131,7 @@ def make_request(
     options: RunOptions,
     cost_curve: Any = None,
 ) -> Request:
-    """A request for the library's loop; if the text is sampled, the drafter also sees the noise.
+    """A request for the library's loop. When sampling, the drafter also gets the noise.
 
     Args:
         cost_curve: the cost curve of the model, for a drafter that needs it.
@@ -151,10 +149,10 @@ def make_request(
 
 
 def timed_decode(target: Target, request: Request) -> Outcome:
-    """Decode one text and record the tokens, rows and seconds of every step.
+    """Decode one prompt and record the tokens, rows and seconds of every step.
 
     Raises:
-        LookaheadError: the error that ended the text early.
+        LookaheadError: the error that ended decoding early.
     """
     last = perf_counter()
     outcome = Outcome([], Stats(), 0, 0.0)
@@ -184,11 +182,13 @@ class Drafted(Method):
     Args:
         drafter: the drafter with its settings.
         label: its name in records.
-        state: "warm" to keep the pool or the learned state from text to text; "cold" or "" to start each text afresh.
+        state: "warm" to keep the pool or the learned state between prompts; "cold" or "" to start each prompt afresh.
     """
 
     def __init__(self, drafter: Drafter, label: str, state: str) -> None:
-        self.drafter, self.label, self.state = drafter, label, state
+        self.drafter = drafter
+        self.label = label
+        self.state = state
         self.settings = {"drafter": str(drafter), **all_settings(drafter)}
         self._kept: Drafter | None = None
 
@@ -196,7 +196,7 @@ class Drafted(Method):
         self._kept = None
 
     def _with_state(self) -> Drafter:
-        """The drafter with a new pool or state that is kept from text to text."""
+        """The drafter with a new pool or state that is kept between prompts."""
         if isinstance(self.drafter, Lookahead):
             pool = NGramPool(self.drafter.guess_set_size, self.drafter.max_pool_keys)
             return replace(self.drafter, pool=pool)
@@ -206,14 +206,14 @@ class Drafted(Method):
         return replace(self.drafter, state=AdaptiveState(self.drafter))
 
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
-        drafter, curve = self.drafter, None
+        drafter = self.drafter
+        curve = None
         if self.state == "warm":
             if self._kept is None:
                 self._kept = self._with_state()
             drafter = self._kept
-        if (
-            drafter.needs_cost_curve and model.model is not None
-        ):  # it describes the machine; ``forget`` keeps it
+        # The curve describes the machine, so ``forget`` does not drop it.
+        if drafter.needs_cost_curve and model.model is not None:
             from ..drafters.adaptive.measure import curve_of
 
             curve = curve_of(model.model, model.target.path, lambda: model.target, say)
@@ -236,10 +236,11 @@ def default_methods() -> list[str]:
 
 
 def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Method]:
-    """The methods for a text that ``lookahead.as_drafter`` reads, such as ``lookahead:7,5,7:pool_from_prompt=0``.
+    """The methods for a name in the format of ``lookahead.as_drafter``, such as
+    ``lookahead:7,5,7:pool_from_prompt=0``.
 
     Raises:
-        SettingsError: an unknown name, or a setting out of range.
+        SettingsError: the name is unknown, or a setting is out of range.
     """
     drafter = as_drafter(name)
     label = str(drafter) if name == Lookahead.name else name

@@ -1,7 +1,7 @@
-"""Plots drawn from records: PNG and SVG, axes with units, colours that everyone can distinguish.
+"""Plots drawn from records: PNG and SVG, axes with units, colour-blind safe colours.
 
-Colours are those of Okabe and Ito (2008), without the yellow, which is faint on white; lines also differ in their
-markers, so that a greyscale copy remains readable.
+Colours are those of Okabe and Ito (2008), without yellow, which is faint on white. Lines also differ in their
+markers, so greyscale copies remain readable.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def colour(index: int) -> dict[str, Any]:
 
 
 def new_figure(width: float = 7.0, height: float = 4.2) -> tuple[Any, Any]:
-    """(figure, axes) of this size in inches, drawn without a screen.
+    """(figure, axes) of this size in inches; needs no display.
 
     Raises:
         SettingsError: matplotlib is not installed.
@@ -73,7 +73,7 @@ def powers_of_two(axes: Any, values: Sequence[int]) -> None:
 
 
 def save(figure: Any, path: Path, caption: str = "") -> list[Path]:
-    """Write ``path``.png and ``path``.svg; the caption says where the numbers were measured."""
+    """Write ``path``.png and ``path``.svg; the caption tells where the numbers were measured."""
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Records: one JSON line per prompt, method and repeat, with the machine, the versions and the settings.
 
 The key of a record is a hash of all settings under which it was measured; a run that finds the key in the file does
-not measure again. In the file, each record has a checksum, so that a record edited by hand is not taken as measured.
+not measure again. Each record in the file has a checksum, so that a record edited by hand is detected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _INSTRUCTIONS = (
 
 @lru_cache
 def machine() -> dict[str, Any]:
-    """Processor, the instruction sets that limit the speed, cores, memory, graphics card."""
+    """Processor, instruction sets that limit the speed, cores, memory, GPU."""
     name, flags = platform.processor() or platform.machine(), ""
     if Path("/proc/cpuinfo").is_file():
         fields = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
@@ -51,7 +51,7 @@ def machine() -> dict[str, Any]:
 
 
 def was_busy(records: Iterable[Record]) -> str:
-    """A warning if other work ran during a quarter of the measurements or more, else an empty text."""
+    """A warning if other work ran during a quarter of the measurements or more, else ""."""
     loads = [(r["load"], r["machine"]["cores"]) for r in records if r.get("load") is not None]
     busy = [load for load, cores in loads if load > cores + 1]
     if len(busy) * 4 < len(loads) or not busy:
@@ -71,7 +71,7 @@ def commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
 
     try:
-        # This fails if the repository is a different one that contains site-packages.
+        # This fails if the repository is another one that contains site-packages.
         git("ls-files", "--error-unmatch", "core/tree.py")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
         return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
@@ -80,7 +80,7 @@ def commit() -> str:
 
 
 def environment() -> Record:
-    """Where and with which versions a record is made: a part of every record."""
+    """Where and with which versions a record is made; part of every record."""
     return {
         "machine": machine(),
         "threads": torch.get_num_threads(),
@@ -97,7 +97,7 @@ def key_of(*fields: Any) -> str:
 
 
 def checksum_of(record: Mapping[str, Any]) -> str:
-    """A checksum of a record as it is in its JSON line, independent of the order of its fields."""
+    """A checksum of a record as written in its JSON line, independent of field order."""
     as_written = json.loads(json.dumps(finite(record)))
     return hashlib.sha256(json.dumps(as_written, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -126,14 +126,14 @@ class Records:
         return records
 
     def append(self, record: Record) -> None:
-        """Write one record to disk; creates the folder if it does not exist."""
+        """Write one record to disk, creating the folder if necessary."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with RecordWriter(self.path, append=True) as writer:
             writer.write(record | {"checksum": checksum_of(record)})
 
 
 def describe(record: Mapping[str, Any]) -> str:
-    """One line that says where and with which versions a record was made."""
+    """One line about where and with which versions a record was made."""
     host, threads = record["machine"], record["threads"]
     path = f" on the {record['path']} path" if record.get("path") else ""
     parts = [

@@ -1,6 +1,7 @@
-"""The results in the records: figures by workload and method, as tables on the terminal, in Markdown and as a plot.
+"""Results computed from records: figures by workload and method, as tables on the terminal, in Markdown and as a
+plot.
 
-Everything here is computed from records. Definitions, the same for every method:
+Definitions, the same for every method:
     rate        tokens after the prefill, divided by the seconds of the steps
     speed-up    rate divided by that of plain decoding, from totals
     95 %        interval of the speed-up: resampled prompts (bootstrap), each with all its turns and repeats
@@ -47,9 +48,9 @@ class Figures:
     high: float = NAN
     s_steps: float = NAN  # compression ratio S
     rows: float = NAN  # per step
-    equal: int = 0  # texts equal to plain decoding
+    equal: int = 0  # completions equal to plain decoding
     compared: int = 0
-    timed: int = 0  # sequences of the first repeat whose times are compared with plain decoding's
+    timed: int = 0  # sequences of the first repeat that are timed against plain decoding
     slower: int = 0  # those that took over 1.02 times as long
     much_slower: int = 0  # over 1.1 times
     worst: float = NAN  # the longest
@@ -73,7 +74,7 @@ class Line:
 
 @dataclass(slots=True)
 class Summary:
-    """Lines, the number of skipped prompts by workload, and the texts that are not equal to plain decoding."""
+    """Lines, the number of skipped prompts by workload, and the completions that differ from plain decoding."""
 
     lines: list[Line]
     skipped: dict[str, int]
@@ -116,7 +117,7 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
     for record in records:
         repeats[record["repeat"]].append(record)
     rates = [rate for rate in map(_rate, repeats.values()) if not math.isnan(rate)] or [NAN]
-    # A text of one token has no step, and therefore no speed.
+    # A one-token completion has no step, and so no speed.
     pairs = [(r, plain[_text_of(r)]) for r in records if r["steps"] and _text_of(r) in plain]
     pairs = [(ours, theirs) for ours, theirs in pairs if theirs["steps"]]
     compared = [record["equal"] for record in records if record["equal"] is not None]
@@ -151,7 +152,8 @@ def interval(pairs: Sequence[tuple[Record, Record]]) -> tuple[float, float]:
             sums[2 * place + 1] += record["decode_seconds"]
     if len(prompts) < 2:
         return NAN, NAN
-    chance, each = Random(0), list(prompts.values())
+    chance = Random(0)
+    each = list(prompts.values())
     ratios = []
     for _ in range(1000):
         tokens, seconds, plain_tokens, plain_seconds = map(
@@ -163,9 +165,9 @@ def interval(pairs: Sequence[tuple[Record, Record]]) -> tuple[float, float]:
 
 
 def _times(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> list[float]:
-    """Seconds per token of each sequence of the first repeat, in those of plain decoding.
+    """Seconds per token of each sequence of the first repeat, relative to plain decoding.
 
-    Those of plain decoding are of its second repeat in those of its first.
+    For plain decoding itself, its second repeat relative to its first.
     """
     times = []
     for record in records:
@@ -200,7 +202,7 @@ def summarise(records: Iterable[Record]) -> Summary:
 
 
 def number(value: float, digits: int = 2) -> str:
-    """A number for people; a dash for NaN."""
+    """A number for display; a dash for NaN."""
     return "–" if math.isnan(value) else f"{value:.{digits}f}"
 
 
@@ -247,7 +249,7 @@ def markdown(summary: Summary) -> str:
 
 
 def unequal_text(record: Record) -> str:
-    """A line about an unequal text: its speed, where it differs, and how close the two logits are there."""
+    """A line about an unequal completion: its speed, where it diverges, and how close the two logits are there."""
     gap = record["logit_gap"]
     near = f", where the two logits are {gap:.2g} apart" if gap is not None else ""
     return (
@@ -274,14 +276,16 @@ def _terminal_table(title: str, lines: list[Line]) -> Table:
 
 
 def speeds(summary: Summary) -> Any:
-    """A bar per method and workload; the line spans the repeats. Unequal texts are named and hatched."""
+    """A bar per method and workload, with a line that spans the repeats. Bars with unequal completions are labelled
+    and hatched."""
     lines = [line for line in summary.lines if not math.isnan(line.all.rate)]
     several = len({line.workload for line in lines}) > 1
     names = list(dict.fromkeys(line.label for line in lines))
     labels = []
     figure, axes = new_figure(7.0, 1.2 + 0.3 * len(lines))
     for y, line in enumerate(lines):
-        x, all_equal = line.all, line.all.equal == line.all.compared
+        x = line.all
+        all_equal = line.all.equal == line.all.compared
         shade = COLOURS[names.index(line.label) % len(COLOURS)]
         axes.barh(y, x.rate, 0.72, color=shade, edgecolor="white", hatch=None if all_equal else "///")
         axes.plot([x.rate_low, x.rate_high], [y, y], color="#888888", linewidth=1.2)
@@ -299,17 +303,18 @@ def speeds(summary: Summary) -> Any:
 
 
 def notes_of(summary: Summary, records: Sequence[Record]) -> list[str]:
-    """Notes about skipped prompts, unequal texts and a busy machine."""
+    """Notes about skipped prompts, unequal completions and a busy machine."""
     left_out = [
-        f"{count} prompts of {workload} were left out: the context is too short."
+        f"{count} prompts of {workload} were skipped, because the context is too short."
         for workload, count in summary.skipped.items()
     ]
     return [*left_out, *map(unequal_text, summary.unequal), *filter(None, [was_busy(records)])]
 
 
 def page_of(records: Sequence[Record], command: str) -> tuple[str, dict[str, Any]]:
-    """The report in Markdown without its figure, and its numbers for JSON."""
-    summary, where = summarise(records), describe(records[-1])
+    """The report in Markdown without its figure, and its numbers as JSON values."""
+    summary = summarise(records)
+    where = describe(records[-1])
     lines = [f"`{command}`", "", f"{where}.", "", markdown(summary), "", LEGEND, ""]
     facts: dict[str, Any] = {"command": command, "where": where, "busy": was_busy(records)}
     facts |= {"figures": [asdict(line) for line in summary.lines]}
@@ -327,11 +332,12 @@ def write_report(records: Sequence[Record], out: Path, command: str, draw: bool 
     Args:
         draw: whether to draw the plot, which needs matplotlib.
     """
-    summary, console = summarise(records), Console(highlight=False)
+    summary = summarise(records)
+    console = Console(highlight=False)
     for workload in dict.fromkeys(line.workload for line in summary.lines):
         lines = [line for line in summary.lines if line.workload == workload]
         texts = max(line.all.texts for line in lines)
-        console.print(_terminal_table(f"{workload}: {texts} texts per method", lines))
+        console.print(_terminal_table(f"{workload}: {texts} completions per method", lines))
     console.print(LEGEND, style="dim", markup=False)
     for line in notes_of(summary, records):
         console.print(line, style="red", markup=False, soft_wrap=True)

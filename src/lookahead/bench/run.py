@@ -1,8 +1,8 @@
 """The measurement: all methods on the same prompts in one process, interleaved prompt by prompt.
 
-For every repeat, prompt and turn, plain decoding comes first: the other methods are compared with its text, and the
-next turn follows it. Then come the other methods, in a rotating order, so that drift of the machine affects all
-methods alike. Before the measurement, each method decodes one prompt that is not recorded.
+For every repeat, prompt and turn, plain decoding comes first, because the other methods are compared with its output,
+and the next turn follows it. The other methods come in a rotating order, so that drift of the machine affects all
+alike. Before the measurement, each method decodes one prompt as a warm-up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .workloads import Prompt
 
 #: Called with (finished records, total records, what comes next).
 Progress = Callable[[int, int, str], None]
-#: A text loops if an n-gram of this size occurs twice.
+#: A completion loops if an n-gram of this size occurs twice.
 LOOP_SIZE = 8
 
 
@@ -37,31 +37,34 @@ def run(
     """Measure and return one record per prompt, turn, method and repeat.
 
     Args:
-        methods: names that ``make`` knows, or methods; plain decoding is always measured.
-        prompts: prompts of a workload, texts, or token ids.
+        methods: names for ``make``, or methods; plain decoding is always measured.
+        prompts: prompts of a workload, strings, or token ids.
         model: the model under test; None for the default model.
         options: how to decode.
-        records: where records are written as they are made, and finished records are read.
+        records: where finished records are read and new ones are written as they are made.
         progress: called before every record.
         make: makes the methods for a name.
 
     Raises:
-        SettingsError: an unknown method, or a method that lacks what it needs.
+        SettingsError: a method is unknown, or lacks a requirement.
     """
-    model, options = model or load_model(dtype="float32"), options or RunOptions()
+    model = model or load_model(dtype="float32")
+    options = options or RunOptions()
     show = progress or (lambda done, total, what: None)
     measured: list[Method] = []
     for method in dict.fromkeys([PLAIN, *methods]):
         measured += [method] if isinstance(method, Method) else make(method, model, options.warm)
+    # What every record contains, and what is already measured.
     workload = [_as_prompt(number, prompt) for number, prompt in enumerate(prompts)]
     setup = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")}
     common = {"model": model.name, "dtype": model.dtype, "path": model.target.path, "options": setup}
     common |= environment()
     finished: dict[str, Record] = {record["key"]: record for record in records.read()} if records else {}
+    # Measure in the order of the plan.
     plan = list(_plan(workload, measured, options.repeats))
     result: list[Record] = []
     warmed_up = False
-    #: Prompts whose records already existed: a warm method decodes them before its next record.
+    #: Prompts with existing records, which a warm method decodes before its next record.
     unseen: dict[Method, list[list[int]]] = defaultdict(list)
     for repeat, number, turn, method in plan:
         prompt = workload[number]
@@ -75,12 +78,14 @@ def run(
                         each.forget()
             tokens = prompt.tokens(model.tokenizer, answers)
             reference: list[int] | None = None
+        # A finished record with the same key is reused.
         show(len(result), len(plan), f"{prompt.id}, {method.label} {method.state}")
         earlier = [(p.id, p.ids) for p in workload[:number] if p.workload == prompt.workload]
         name = method.label, method.state, method.settings
         key = key_of(common, asdict(prompt), turn, name, repeat, earlier if method.state == "warm" else None)
         fits = tokens and len(tokens) + options.max_new_tokens <= model.max_positions
         record: Record | None = finished.get(key)
+        # Otherwise measure it, or note that the prompt does not fit.
         if record is None:
             if fits and not warmed_up:
                 for each in measured:
@@ -119,6 +124,7 @@ def run(
         elif method.state == "warm" and fits:
             unseen[method].append(tokens)
         result.append(record)
+        # Plain decoding's output is the reference, and part of the next turn.
         if method is measured[0]:
             reference = record.get("tokens", [])
             answers.append(record.get("text", ""))
@@ -129,7 +135,7 @@ def run(
 def _plan(
     prompts: Sequence[Prompt], methods: Sequence[Method], repeats: int
 ) -> Iterator[tuple[int, int, int, Method]]:
-    """(repeat, number of the prompt, turn, method), in the order in which they are measured."""
+    """(repeat, prompt number, turn, method), in the order of measurement."""
     plain, *others = methods
     for repeat in range(repeats):
         for number, prompt in enumerate(prompts):
@@ -146,7 +152,7 @@ def _as_prompt(number: int, prompt: Prompt | str | Sequence[int]) -> Prompt:
 
 
 def loop_free(tokens: Sequence[int]) -> bool:
-    """Whether no n-gram of ``LOOP_SIZE`` tokens occurs twice: small models loop, and loops favour n-gram methods."""
+    """Whether no n-gram of ``LOOP_SIZE`` tokens occurs twice. Small models loop, and loops favour n-gram methods."""
     grams = list(map(tuple, ngrams_of(tokens, LOOP_SIZE)))
     return len(set(grams)) == len(grams)
 
@@ -154,7 +160,7 @@ def loop_free(tokens: Sequence[int]) -> bool:
 def _measure(
     model: ModelUnderTest, prompt: list[int], method: Method, options: RunOptions, reference: list[int] | None
 ) -> Record:
-    """Decode one text. ``reference`` is plain decoding's text; it is None if this is plain decoding."""
+    """Decode one prompt. ``reference`` is plain decoding's completion; None if this is plain decoding."""
     outcome = method.decode(model, prompt, options)
     tokens, stats, tokenizer = outcome.tokens, outcome.stats, model.tokenizer
     record = {
@@ -175,11 +181,12 @@ def _measure(
         "tokens": tokens,
         "text": tokenizer.decode(tokens, skip_special_tokens=True) if tokenizer is not None else "",
     }
-    comparable, plain = method.comparable(options), tokens if reference is None else reference
+    comparable = method.comparable(options)
+    plain = tokens if reference is None else reference
     divergence = first_divergence(tokens, plain) if comparable else None
     gap = None
     if divergence is not None and divergence < min(len(tokens), len(plain)):
-        # The difference between the two logits at that position; if it is near 0, rounding explains the divergence.
+        # The difference between the two logits at that position. Near 0, rounding explains the divergence.
         (scores,) = model.target.prefill([(0, prompt + plain[:divergence])])
         row = scores.row(0)
         gap = float(row[plain[divergence]]) - float(row[tokens[divergence]])

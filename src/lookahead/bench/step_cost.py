@@ -1,7 +1,7 @@
-"""t(k): the time of a step of k rows, and its ratio to that of one row. Which rows are almost free?
+"""t(k), the time of a step of k rows, and its ratio to t(1). How many rows are almost free?
 
-Times come from ``drafters.adaptive.measure``, as for the cost curve by which the adaptive drafter chooses rows: the
-faster half of several drafted steps counts.
+Times come from ``drafters.adaptive.measure``, as for the adaptive drafter's cost curve: the faster half of several
+drafted steps counts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure(
 
 
 def write_report(records: Sequence[Record], out: Path, command: str, draw: bool = True) -> str:
-    """Write the records, a page and its plot as ``step-cost.*``. Returns the page below the command.
+    """Write the records, a page and its plot as ``step-cost.*``. Returns the page without the command.
 
     Args:
         draw: whether to draw the plot, which needs matplotlib.

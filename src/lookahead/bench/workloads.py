@@ -1,7 +1,7 @@
 """Prompts for measurements: any JSON-lines file, or functions of the running Python's standard library.
 
-For a model without a chat template, code prompts end without their last line break: many tokenizers merge a line
-break and the indentation after it into one token, and a prompt must not cut that token in two.
+For a model without a chat template, code prompts end without their last newline, because many tokenizers merge a
+newline and the following indentation into one token, and a prompt must not split that token.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Prompt:
 
     id: str  # unique within the workload
     workload: str
-    turns: tuple[str, ...]  # the user's turns; the answers between them are the target's own
+    turns: tuple[str, ...]  # the user's turns; the target's own answers come between them
     plain: str | None = None  # the first turn for a model without a chat template; ``turns[0]`` if None
     category: str = ""  # for workloads that mix several kinds of prompts
-    reference: str | None = None  # the text with which the last answer is compared, if any
-    ids: tuple[int, ...] | None = None  # the only turn as token ids, in place of text
+    reference: str | None = None  # the reference for the last answer, if any
+    ids: tuple[int, ...] | None = None  # the only turn as token ids, instead of text
 
     def tokens(self, tokenizer: Any, answers: Sequence[str] = ()) -> list[int]:
-        """Token ids of the turn that follows ``answers``, with the chat template if the tokenizer has one.
+        """Token ids of the turn after ``answers``, with the chat template if the tokenizer has one.
 
         Args:
             tokenizer: a transformers tokenizer; ignored if the prompt is token ids.
@@ -73,7 +73,7 @@ def load_workload(name: str, limit: int | None = None, seed: int = 0) -> list[Pr
         seed: selects the functions of the standard library.
 
     Raises:
-        SettingsError: there is no such file, or a line cannot be read.
+        SettingsError: the file is missing, or a line cannot be read.
     """
     if name == STDLIB:
         return [Prompt(workload=STDLIB, **fields) for fields in stdlib_prompts(limit or 64, seed)]
@@ -103,7 +103,8 @@ def prompt_of_row(workload: str, row: Mapping[str, Any], number: int) -> Prompt:
     Raises:
         KeyError, TypeError: the row has neither, or they are not text.
     """
-    name, category = str(row.get("id", number)), str(row.get("category", ""))
+    name = str(row.get("id", number))
+    category = str(row.get("category", ""))
     if "turns" in row:
         return conversation(workload, name, category, row["turns"], row.get("reference"))
     return Prompt(
@@ -112,18 +113,18 @@ def prompt_of_row(workload: str, row: Mapping[str, Any], number: int) -> Prompt:
 
 
 def conversation(workload: str, name: str, category: str, turns: Any, references: Any) -> Prompt:
-    """A prompt of several turns. A list of references has one reference for each turn; only the last is kept."""
+    """A prompt of several turns. A list of references has one per turn; only the last is kept."""
     if isinstance(turns, str) or not turns:
-        raise TypeError(f"turns must be a list of at least one text, got {turns!r:.60}")
+        raise TypeError(f"turns must be a list of at least one string, got {turns!r:.60}")
     texts = tuple(str(turn) for turn in turns)
     reference = str(references[-1]) if references else None
     return Prompt(name, workload, texts, f"{texts[0]}\n", category, reference)
 
 
 def text_of(value: Any) -> str:
-    """The prompt of a row, checked."""
+    """The prompt of a row, validated."""
     if not isinstance(value, str) or not value:
-        raise TypeError(f"prompt must be a text that is not empty, got {value!r:.60}")
+        raise TypeError(f"prompt must be a non-empty string, got {value!r:.60}")
     return value
 
 
@@ -140,7 +141,7 @@ def read_prompts(
         fields: what a row must have, for errors.
 
     Raises:
-        SettingsError: a row cannot be read; the message names its file and line.
+        SettingsError: a row cannot be read; the message has its file and line.
     """
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
@@ -159,7 +160,7 @@ def read_prompts(
         seen[prompt.id] = where
         prompts.append(prompt)
     if not prompts:
-        raise SettingsError(f"{path} must hold at least one prompt, and it holds no rows")
+        raise SettingsError(f"{path} must have at least one prompt, and has no rows")
     return prompts
 
 
@@ -188,7 +189,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 # -------------------------------------------------------------------------------- the standard library
 
-#: Folders that hold tests, tables, or other people's packages.
+#: Folders of tests, tables, or third-party packages.
 EXCLUDED_FOLDERS = {
     "site-packages",
     "dist-packages",
@@ -209,7 +210,7 @@ EXCLUDED_FOLDERS = {
 def stdlib_prompts(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Fields of at most ``count`` prompts: the signature and docstring of a function; the reference is its body.
 
-    At most one function of each file is taken. The same Python and the same seed give the same prompts.
+    At most one function per file is used. The same Python and seed give the same prompts.
 
     Raises:
         SettingsError: the sources of the standard library are not on this machine.
@@ -234,7 +235,7 @@ def stdlib_prompts(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
 def _functions(path: Path) -> list[tuple[str, str, str]]:
     """(name, signature and docstring, body) of the functions of a file that are worth completing."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # outdated escapes in the library's own strings
+        warnings.simplefilter("ignore")  # outdated escapes in the library's strings
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
     lines = text.splitlines(keepends=True)
@@ -244,7 +245,7 @@ def _functions(path: Path) -> list[tuple[str, str, str]]:
             continue
         first, docstring_end, end = node.lineno, node.body[0].end_lineno or 0, node.end_lineno or 0
         if 4 <= end - docstring_end <= 60 and docstring_end - first <= 30:
-            # A method is dedented, its body by the same number of columns.
+            # Dedent a method, and its body by the same number of columns.
             indent = len(lines[first - 1]) - len(lines[first - 1].lstrip())
             head = textwrap.dedent("".join(lines[first - 1 : docstring_end]))
             body = "".join(line[indent:] if line.strip() else line for line in lines[docstring_end:end])

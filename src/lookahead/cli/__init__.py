@@ -1,7 +1,7 @@
-"""The command line: one file per command. A new command is a new file, and a line at the end of this file.
+"""The command line, one file per command. To add a command, add a file, and a line at the end of this one.
 
 An invalid option or input prints one red line, ``error: ...``, on stderr; the exit status is 2. Other errors (NaN
-logits, memory) print such a line with exit status 1; Ctrl-C gives exit status 130. None of them shows a traceback.
+logits, memory) print such a line with exit status 1; Ctrl-C gives exit status 130. None shows a traceback.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class Commands(TyperGroup):
         extra["standalone_mode"] = False
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: note(f"note: {message}", "yellow")
-            for category in (UserWarning, RuntimeWarning):  # shown whatever -W says
+            for category in (UserWarning, RuntimeWarning):  # shown regardless of -W
                 warnings.simplefilter("default", category)
             sys.exit(self._guarded(*args, **extra))
 
     def _guarded(self, *args: Any, **extra: Any) -> int:
-        """The exit status; errors are reported on stderr."""
-        if sys.stdout is None:  # closed: a file opened later would get its file descriptor
+        """The exit status. Errors are reported on stderr."""
+        if sys.stdout is None:  # closed, so a file opened later would get its file descriptor
             problem("stdout must be open, but it is closed; redirect it to a file or to /dev/null")
             return 2
         try:
@@ -76,12 +76,12 @@ class Commands(TyperGroup):
             return 130
         except OSError as error:  # from stdout: errors of named files are reported where they are opened
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the flush at exit would fail again
-            if isinstance(error, BrokenPipeError):  # the reader of the output has closed it
+            if isinstance(error, BrokenPipeError):  # the reader closed the pipe
                 return 1
             problem(f"the output must be writable: {error.strerror or error}")
             return 2
         except Exception as error:
-            # A usage error: its class differs between versions of typer, but always has these two attributes.
+            # A usage error. Its class differs between typer versions, but always has these two attributes.
             if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
                 raise
             if error.format_message():

@@ -1,4 +1,4 @@
-"""Turns dataclasses of options into options of a command: one for each field that text can give."""
+"""Turns option dataclasses into command-line options, one for each field that text can express."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def with_options(
 ) -> Callable[[Callable[..., Any]], Any]:
     """A decorator for commands: a parameter that is a dataclass of options becomes one option per field.
 
-    All fields are offered, or ``only`` some, but not those ``without``. ``defaults`` are those of this command.
+    All fields are offered, or ``only`` some, except those in ``without``. ``defaults`` override for this command.
     """
 
     def apply(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,10 +51,11 @@ def with_options(
 
 
 def _parameter(group: type[OptionSet], kind: Any, field: Field[Any], defaults: dict[str, Any]) -> Parameter:
-    """A field as typer shows it. Positional fields are arguments, and a flag that is off has no --no-flag."""
+    """A field as a typer parameter. Positional fields are arguments, and a flag that is off has no --no-flag."""
     default = defaults.get(field.name, field.default)
     info: Any = typer.Option(rich_help_panel=group.GROUP) if field.kw_only else typer.Argument()
     info.param_decls = (flag_of(field.name),) if field.default is False else None
-    info.help, info.metavar = field.metadata["help"], field.metadata["metavar"] or placeholder(kind)
+    info.help = field.metadata["help"]
+    info.metavar = field.metadata["metavar"] or placeholder(kind)
     typed: Any = Annotated[kind if default is not None else kind | None, info]
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=typed)

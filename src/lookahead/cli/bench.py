@@ -1,6 +1,6 @@
 """``lookahead bench [MODEL]``: is drafting faster on this machine, with this model? Also step times by rows.
 
-The first word after ``bench`` is one of the commands below, or else a model.
+The first word after ``bench`` is one of the commands below or a model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ app = typer.Typer(
     cls=ModelOrCommand,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Measure decoding methods side by side: is drafting faster here? Also: bench step-cost.",
+    help="Measure decoding methods side by side: is drafting faster here? See also: bench step-cost.",
 )
 
 Out = Annotated[Path, typer.Option(help="Folder for records, tables and plots.", metavar="DIR")]
@@ -55,15 +55,15 @@ Steps = Annotated[
     ),
 ]
 MORE = (
-    "Also: lookahead bench step-cost [MODEL]. Each record is written when it is measured; "
-    "after an interrupt the same command continues."
+    "See also: lookahead bench step-cost [MODEL]. Each record is written as soon as it is measured; "
+    "after an interrupt, the same command continues."
 )
 WORKLOADS = (
     "A JSON-lines file whose rows have prompt or turns, or stdlib: functions of Python's standard library. "
     "Repeat the option for several workloads. [default: stdlib]"
 )
 METHOD = f"{', '.join(DRAFTERS)}, or lookahead:W,N,G; a list, or repeat. [default: every method]"
-NO_PLOTS = "no plots are drawn, because matplotlib is not installed (pip install matplotlib)"
+NO_PLOTS = "no plots, because matplotlib is not installed (pip install matplotlib)"
 
 
 def _load(load: LoadOptions, path: str, **more: Any) -> ModelUnderTest:
@@ -74,7 +74,7 @@ def _load(load: LoadOptions, path: str, **more: Any) -> ModelUnderTest:
 
 
 def command_line(words: list[str] | None = None, program: str = "lookahead") -> str:
-    """The command as typed, for pages, with absolute paths shortened to their last part."""
+    """The command as typed, for reports, with absolute paths shortened to their last part."""
     shown = [program]
     for word in sys.argv[1:] if words is None else words:
         name, equals, value = word.rpartition("=")
@@ -84,7 +84,7 @@ def command_line(words: list[str] | None = None, program: str = "lookahead") -> 
 
 
 def can_draw() -> bool:
-    """Whether plots can be drawn; if not, print a line that says so before anything is measured."""
+    """Whether plots can be drawn. If not, print a note before anything is measured."""
     from ..bench import plots
 
     drawable = plots.can_draw()
@@ -115,7 +115,7 @@ def measure(
     limit: Annotated[int, typer.Option(help="Prompts per workload; 0 for all.", min=0)] = 8,
     method: Annotated[list[str] | None, typer.Option(help=METHOD, metavar="LIST")] = None,
     out: Out = Path("bench"),
-    repeats: Annotated[int, typer.Option(help="Number of times that each prompt is decoded.", min=1)] = 3,
+    repeats: Annotated[int, typer.Option(help="How often each prompt is decoded.", min=1)] = 3,
     warm: Annotated[bool, typer.Option(help="Also measure warm: with the state of earlier prompts.")] = True,
     options: Options,
     load: LoadOptions,
@@ -133,7 +133,7 @@ def measure(
     prompts = [prompt for name in workloads for prompt in load_workload(name, limit or None, seed)]
     loaded = _load(load, path)
     for name in names:
-        make_methods(name, loaded)  # a wrong name is an error before anything is measured
+        make_methods(name, loaded)  # report a wrong name before anything is measured
     records = Records(out)
     try:
         with progress() as show:
@@ -151,17 +151,17 @@ def step_cost(
     dtype: Annotated[
         str,
         typer.Option(
-            help="auto, float32, bfloat16 or float16, separated by commas; auto measures a quantized GGUF file as it "
-            "packs its weights, and other models in their own dtype.",
+            help="auto, float32, bfloat16 or float16, separated by commas; auto keeps the weights of a quantized "
+            "GGUF file packed, and other models in their own dtype.",
             metavar="LIST",
             rich_help_panel=MachineOptions.GROUP,
         ),
     ] = "auto",
     contexts: Annotated[
-        str, typer.Option(help="Numbers of committed tokens, separated by commas.", metavar="LIST")
+        str, typer.Option(help="Committed tokens, separated by commas.", metavar="LIST")
     ] = "128,512,1024",
     rows: Annotated[
-        str, typer.Option(help="Numbers of rows, separated by commas.", metavar="LIST")
+        str, typer.Option(help="Rows per step, separated by commas.", metavar="LIST")
     ] = "1,2,4,8,16,32,64,128,256",
     out: Out = Path("bench"),
     load: LoadOptions,
@@ -171,12 +171,13 @@ def step_cost(
     from ..bench import step_cost as cost
 
     draw = can_draw()
-    sizes, records = (numbers(contexts, "--contexts"), numbers(rows, "--rows")), []
+    sizes = (numbers(contexts, "--contexts"), numbers(rows, "--rows"))
+    records = []
     with progress() as show:
         for name in map(str.strip, dtype.split(",")):
             model = _load(load, path, dtype=name)
             if model.gguf is not None and name != "auto":
-                note(f"--dtype {name} measures decoded weights; leave --dtype out to measure the packed ones")
+                note(f"--dtype {name} measures decoded weights; omit --dtype to measure the packed ones")
             records += cost.measure(model, *sizes, show)
     if not records:
         raise SettingsError(

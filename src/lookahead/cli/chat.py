@@ -1,4 +1,4 @@
-"""``lookahead chat``: a streamed conversation on the terminal. The model's chat template makes the prompts."""
+"""``lookahead chat``: a streamed conversation in the terminal, prompted with the model's chat template."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 HELP = (
-    "/reset forgets the conversation, /stats shows the statistics of the last answer, /help shows these commands, "
+    "/reset starts a new conversation, /stats shows the statistics of the last answer, /help shows these commands, "
     "/exit or Ctrl-D ends the chat"
 )
 
@@ -44,7 +44,7 @@ class Conversation:
         self.last: Result | None = None
 
     def say(self, line: str, **options: Any) -> Iterator[str]:
-        """Yield the answer in pieces. If the answer has begun, message and answer are added to the conversation.
+        """Yield the answer in pieces. Once the answer has begun, message and answer become part of the conversation.
 
         Args:
             line: the user's message.
@@ -75,10 +75,10 @@ def chat(
     draft: DraftOptions,
     load: LoadOptions,
 ) -> None:
-    """Talk with a model; answers stream as tokens are accepted."""
+    """Chat with a model; answers stream as tokens are accepted."""
     llm = load_model(load, draft.resolve())
     with warm_pool(llm, draft.warm) as kept:
-        if not kept and isinstance(llm.drafter, Adaptive):  # all answers of a conversation share a state
+        if not kept and isinstance(llm.drafter, Adaptive):  # all answers of a conversation share one state
             kept = {"drafter": replace(llm.drafter, state=llm.warm_state())}
         _converse(llm, system, options.keywords() | kept)
 
@@ -87,7 +87,7 @@ def _converse(llm: LLM, system: str | None, options: dict[str, Any]) -> None:
     """Read and answer lines until /exit or the end of the input."""
     conversation = Conversation(llm, system)
     if not has_chat_template(llm.tokenizer):
-        note("this model has no chat template, so it continues the text", "yellow")
+        note("this model has no chat template, so it continues your text", "yellow")
     note(HELP)
     while True:
         try:
@@ -110,7 +110,7 @@ def _converse(llm: LLM, system: str | None, options: dict[str, Any]) -> None:
 
 
 def _answer(conversation: Conversation, line: str, options: dict[str, Any]) -> None:
-    """Stream one answer. If it is refused or fails, report that and continue the conversation without it."""
+    """Stream one answer. If it fails, report that and continue the conversation without it."""
     answered = False
     try:
         for piece in conversation.say(line, **options):
@@ -120,8 +120,8 @@ def _answer(conversation: Conversation, line: str, options: dict[str, Any]) -> N
         typer.echo()
         if not answered:
             note("the answer is empty: its first token was an end token")
-    except KeyboardInterrupt:  # ends the answer, not the conversation
+    except KeyboardInterrupt:  # ends only the answer
         typer.echo()
-        note("interrupted; the conversation keeps the answer so far", "yellow")
+        note("interrupted; the partial answer stays in the conversation", "yellow")
     except LookaheadError as error:
-        problem(f"{error} (/reset forgets the conversation)")
+        problem(f"{error} (/reset starts a new conversation)")

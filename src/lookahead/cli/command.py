@@ -13,10 +13,10 @@ from rich.markup import escape
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
-#: The placeholder of a value in the help, by its type. A flag has none.
+#: The placeholder of a value in the help, by type. A flag has none.
 METAVARS = {str: "TEXT", list[str]: "TEXT", int: "NUMBER", float: "NUMBER", Path: "FILE"}
 FLAG = " "
-#: The key in a context's ``meta`` that says that the help shows every option.
+#: The key in a context's ``meta`` that is set if the help shows every option.
 EVERY = "lookahead.help_all"
 
 
@@ -24,12 +24,13 @@ class Command(TyperCommand):
     """A typer command. Its function's attribute ``rare`` names the options that only ``--help-all`` shows."""
 
     def __init__(self, *args: Any, help: str | None = None, **rest: Any) -> None:
-        # typer would keep the line breaks of all paragraphs but the first.
+        # typer would keep the line breaks of all paragraphs except the first.
         paragraphs = [" ".join(text.split()) for text in (help or "").split("\n\n")]
         super().__init__(*args, help="\n\n".join(paragraphs), **rest)
 
     def get_params(self, ctx: Any) -> Any:
-        """The parameters. Flags show no placeholder, and --help is in the first group, if all options have one."""
+        """The parameters. Flags show no placeholder, and --help is in the first group if every option is in a
+        group."""
         parameters = without_types(super().get_params(ctx))
         *own, asks_for_help = parameters
         groups = [parameter.rich_help_panel for parameter in own if parameter.param_type_name == "option"]
@@ -38,11 +39,11 @@ class Command(TyperCommand):
         return parameters
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Show the help, without rare options unless ``--help-all`` asks for them."""
+        """Show the help; rare options only with ``--help-all``."""
         rare = () if ctx.meta.get(EVERY) else getattr(self.callback, "rare", ())
         parameters: Any = self.params
         before = self.help, [(parameter, parameter.help, parameter.hidden) for parameter in parameters]
-        # A text in brackets, such as [serve], is no markup.
+        # Text in brackets, such as [serve], is not markup.
         self.help = escape(self.help or "")
         for parameter in parameters:
             parameter.help = escape(parameter.help or "")
@@ -57,7 +58,7 @@ class Command(TyperCommand):
 
 
 def without_types(parameters: Any) -> Any:
-    """The same typer parameters; flags, such as ``--help``, show no placeholder for a value."""
+    """The same typer parameters, but flags such as ``--help`` show no placeholder for a value."""
     for parameter in parameters:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = FLAG
@@ -72,14 +73,14 @@ def placeholder(kind: Any) -> str | None:
 
 
 def with_placeholder(kind: Any) -> Any:
-    """The same annotation of a parameter; its option, if it has one, gets a placeholder for its value."""
+    """The same parameter annotation; its option, if any, gets a placeholder for its value."""
     for info in getattr(kind, "__metadata__", ()):
         info.metavar = info.metavar or placeholder(get_args(kind)[0])
     return kind
 
 
 def help_all(rare: int, parameters: Sequence[Parameter]) -> list[Parameter]:
-    """The parameter ``--help-all`` of a command with this many rare options; none if there are none."""
+    """The parameter ``--help-all`` of a command with this many rare options, if any."""
 
     def show(ctx: typer.Context, asked: bool) -> None:
         if asked:

@@ -1,4 +1,4 @@
-"""Output of commands: lines on stderr, records as JSON, and the exit status of a comparison."""
+"""Command output: lines on stderr, records as JSON, and the exit status of a comparison."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_follower() -> bool:
 
 
 def note(text: str, style: str = "dim") -> None:
-    """Print one line without wrapping or markup. Only rank 0 prints, except errors (red)."""
+    """Print one line without wrapping or markup. Other ranks than 0 print only errors (red)."""
     if style == "red" or not is_follower():
         stderr().print(" ".join(text.split()), style=style, markup=False, soft_wrap=True)
 
@@ -48,7 +48,7 @@ def progress_bar() -> Progress:
 
 
 def as_record(result: Result) -> dict[str, Any]:
-    """A result as a record of the output; steps are forward passes after the prefill."""
+    """A result as an output record. Steps are forward passes after the prefill."""
     record = {
         "output_ids": result.tokens,
         "text": result.text,
@@ -88,10 +88,10 @@ def _steps(stats: Stats) -> str:
 
 
 def compared(llm: LLM, comparison: Comparison) -> str:
-    """One line: whether the texts are equal, and the steps and seconds of both."""
+    """One line: whether the completions are equal, and the steps and seconds of both."""
     ours, plain = comparison.ours, comparison.plain
     cost = (
-        f"steps {ours.stats.steps} against {plain.stats.steps} · seconds {ours.seconds:.2f} against "
+        f"steps {ours.stats.steps} vs {plain.stats.steps} · seconds {ours.seconds:.2f} vs "
         f"{plain.seconds:.2f} ({plain.seconds / max(ours.seconds, 1e-9):.2f}x)"
     )
     if comparison.equal:
@@ -103,5 +103,6 @@ def compared(llm: LLM, comparison: Comparison) -> str:
 
 
 def diverged(llm: LLM, equal: Sequence[bool]) -> int:
-    """Exit status: 1 if texts differ in 32 bits or more. In 16 bits, rounding may decide near ties differently."""
+    """Exit status: 1 if completions differ in 32 bits or more. In 16 bits, rounding may resolve near ties
+    differently."""
     return int(not all(equal) and not llm.probe.half)

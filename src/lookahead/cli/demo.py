@@ -1,4 +1,4 @@
-"""``lookahead demo``: four texts, streamed with the tokens of each step in one colour, and a table of speeds."""
+"""``lookahead demo``: four completions, streamed with one colour per step, and a table of speeds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..core import Result
     from ..llm import LLM
 
-#: The prompts that come with the package.
+#: The prompts included in the package.
 PROMPTS = Path(__file__).parent / "demo_prompts"
 
 
@@ -39,14 +39,14 @@ def demo(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="A folder of prompts, one text file each. [default: four prompts of the package]",
+            help="A folder of prompts, one text file each. [default: four included prompts]",
             metavar="DIR",
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of each text.", min=2)] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens per completion.", min=2)] = 128,
     load: LoadOptions,
 ) -> None:
-    """Show the gain: texts with the tokens of each step in one colour, and speeds beside plain decoding."""
+    """Show the speed-up: completions with one colour per step, and speeds alongside plain decoding."""
     folder = prompts or PROMPTS
     files = sorted(path for path in folder.glob("*") if path.is_file())
     if not files:
@@ -62,9 +62,10 @@ def demo(
         text = read_text(path, "--prompts")
         typer.echo(typer.style(f"\n{path.stem}: {shorten(text.splitlines()[0], 78)}", bold=True))
         ids = llm.encode(chat_prompt([{"role": "user", "content": text}], llm.tokenizer))
-        run, color = partial(llm.run, [ids], max_new_tokens=max_new_tokens), sys.stdout.isatty()
+        run = partial(llm.run, [ids], max_new_tokens=max_new_tokens)
+        color = sys.stdout.isatty()
         ours = print_text(run(), color)
-        with open(os.devnull, "w") as nowhere:  # so that plain decoding also pays for streaming
+        with open(os.devnull, "w") as nowhere:  # so that plain decoding also has the overhead of streaming
             plain = print_text(run(drafter=Plain()), color, nowhere)
         equal.append(ours.tokens == plain.tokens)
         rows.append((path.stem, ours, plain))
@@ -72,7 +73,7 @@ def demo(
     program = "lookahead" if which("lookahead") else f"{os.path.relpath(sys.executable)} -m lookahead"
     note(
         f"Next: {program} chat (a conversation), {program} serve (a page that shows both side by side), or "
-        f"{program} bench --workload prompts.jsonl (what drafting gains on your own prompts)"
+        f"{program} bench --workload prompts.jsonl (the speed-up on your own prompts)"
     )
     raise typer.Exit(diverged(llm, equal))
 
@@ -84,14 +85,14 @@ def _speed(result: Result) -> float:
 
 
 def _print_table(llm: LLM, rows: Sequence[tuple[str, Result, Result]], equal: Sequence[bool]) -> None:
-    """Speeds of plain decoding and of the model's drafter, and the gain."""
+    """Speeds of plain decoding and of the model's drafter, and the speed-up."""
     table = Table(box=None, pad_edge=False, title="\ntokens per second", title_justify="left")
     headings = ("", "plain", "adaptive", "speed-up", "tokens\nper pass", "equal")
     for heading in headings:
         table.add_column(heading, justify="right" if heading else "left")
     for (name, ours, plain), same in zip(rows, equal, strict=True):
         fast, slow = _speed(ours), _speed(plain)
-        gain = f"{fast / slow:.2f}" if slow else "–"  # a text of one token has no speed
+        gain = f"{fast / slow:.2f}" if slow else "–"  # a one-token completion has no speed
         cells = [f"{slow:.1f}", f"{fast:.1f}", gain, f"{ours.stats.compression_ratio:.2f}"]
         table.add_row(name, *cells, "yes" if same else "no")
     console = Console(highlight=False)
@@ -101,8 +102,5 @@ def _print_table(llm: LLM, rows: Sequence[tuple[str, Result, Result]], equal: Se
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     path = rows[0][1].stats.path
     record = environment() | {"model": llm.name, "dtype": llm.dtype, "path": path, "load": load}
-    console.print(
-        f"\n{describe(record)}. Without the prefill. "
-        "equal: adaptive's text is plain decoding's, token for token."
-    )
+    console.print(f"\n{describe(record)}. Without the prefill. equal: same tokens as plain decoding.")
     console.print(was_busy([record]), style="red")

@@ -1,4 +1,4 @@
-"""``lookahead doctor``: this machine, this installation, a model, and how long its start takes."""
+"""``lookahead doctor``: this machine, this installation, a model, and its start-up time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PACKAGES = (
 
 @with_options()
 def doctor(*, as_json: Json = False, load: LoadOptions) -> None:
-    """Show versions, devices, instruction sets, whether a model can evaluate token trees, and the time of a start."""
+    """Show versions, devices, instruction sets, whether a model can evaluate token trees, and the start-up time."""
     llm, seconds = timed_start(load)
     report: dict[str, dict[str, Any]] = {
         "versions": versions(),
@@ -76,8 +76,8 @@ def timed_start(load: LoadOptions) -> tuple[LLM, dict[str, float]]:
     """Load a model and generate a few tokens, as ``lookahead generate`` does.
 
     Returns:
-        The model, and the seconds of each part of the start, in order. The first tokens include work that is done
-        once per process: kernels are compiled or read from their cache, and steps are timed.
+        The model, and the seconds of each part of the start, in order. The first tokens include one-off work: kernels
+        are compiled or read from their cache, and steps are timed.
     """
     seconds: dict[str, float] = {}
     since_start = _process_seconds()
@@ -158,7 +158,7 @@ def _model(llm: LLM) -> dict[str, Any]:
 
 
 def _base_table(llm: LLM) -> str:
-    """The table that the adaptive drafter reads, or what to do."""
+    """The table that the adaptive drafter reads, or how to get one."""
     from ..drafters.adaptive.base_files import find_base_table
     from ..drafters.adaptive.sources.base_table import open_table
 

@@ -1,4 +1,4 @@
-"""``lookahead generate``: completes one prompt, streamed, or a file of prompts, with a JSON line for each."""
+"""``lookahead generate``: completes one prompt, streamed, or a file of prompts, one JSON line each."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ RESET = "\x1b[0m"
 
 @with_options(without=())
 def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOptions) -> None:
-    """Complete a prompt, or every prompt of a file. The text is the model's own with every method."""
+    """Complete a prompt, or every prompt of a file. The output is the model's own with every drafter."""
     drafter = draft.resolve()
     if task.compare and isinstance(drafter, Plain):
         raise SettingsError(
-            "--compare compares a drafter with plain decoding; --drafter plain is plain decoding"
+            "--compare compares a drafter with plain decoding, so --drafter plain has nothing to compare"
         )
     if task.trace is not None:
         check_trace(task.trace, task.overwrite)
-    if is_follower():  # only rank 0 reads and writes; the others work for it from here on
+    if is_follower():  # only rank 0 reads and writes; the others serve it from here on
         load_model(load, drafter)
     if task.input is not None:
         start = partial(load_model, load, drafter)
@@ -51,14 +51,14 @@ def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOpt
     if text is None:
         text = read_text(task.prompt_file or Path("-"), "--prompt-file")
     if not text:
-        raise SettingsError("the prompt must not be empty, got an empty text")
+        raise SettingsError("the prompt must not be empty, got an empty string")
     llm = load_model(load, drafter)
     with warm_pool(llm, draft.warm) as kept:
         raise typer.Exit(_one(llm, text, task, options.keywords() | kept))
 
 
 def check_trace(path: Path, overwrite: bool) -> None:
-    """Reject an unusable trace file before a model is loaded."""
+    """Reject an unusable trace file before loading a model."""
     if not path.absolute().parent.is_dir() or path.is_dir():
         raise SettingsError(f"--trace must be a file in a folder that exists, got {path}")
     if path.is_file() and path.stat().st_size and not overwrite:
@@ -81,10 +81,10 @@ def recorded(updates: Updates, path: Path | None, llm: LLM) -> Updates:
 
 
 def print_text(updates: Updates, color: bool, file: IO[str] | None = None) -> Result:
-    """Stream one text to a file or to stdout; with ``color``, the tokens of each step in one colour.
+    """Stream one completion to a file or to stdout; with ``color``, in one colour per step.
 
     Raises:
-        LookaheadError: the error that ended the text early; the text up to it is shown.
+        LookaheadError: the error that ended decoding early; the text up to it is shown.
     """
     result: Result | None = None
     for number, update in enumerate(updates):
@@ -98,10 +98,10 @@ def print_text(updates: Updates, color: bool, file: IO[str] | None = None) -> Re
 
 
 def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
-    """Stream one text to stdout. Returns the exit status."""
+    """Stream one completion to stdout. Returns the exit status."""
     from ..engine import compare as comparing
 
-    if task.compare:  # so that neither measurement includes work that is done once per process
+    if task.compare:  # so that neither measurement includes one-off work
         for drafter in (None, Plain()):
             llm.generate(prompt, max_new_tokens=8, drafter=drafter)
     updates = recorded(llm.run([prompt], **options), task.trace, llm)
@@ -116,7 +116,7 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
         again = comparing.plainly(result.seed, options)
         if task.json:
             plain = llm.generate(prompt, **again)
-        else:  # streamed like the first text, because printing between steps leaves the caches cold
+        else:  # streamed like the first one, because printing between steps evicts the caches
             with open(os.devnull, "w") as nowhere:
                 plain = print_text(llm.run([prompt], **again), task.color, nowhere)
         comparison = comparing.compare(llm, result, plain)
@@ -161,12 +161,12 @@ class Job:
 
     line: int  # its number, from 1
     id: Any  # as given, or else the line's number; None if the line is not a JSON object
-    prompt: Any  # text, token ids or chat messages
+    prompt: Any  # a string, token ids or chat messages
     error: str | None = None  # why the line cannot be used
 
     @property
     def key(self) -> tuple[int, str]:
-        """Line, and id as text, so that 1, 1.0 and "1" are three ids."""
+        """Line, and id as JSON, so that 1, 1.0 and "1" are three ids."""
         return self.line, _text(self.id)
 
     def failed(self, error: str) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _text(value: Any) -> str:
 
 
 def read_jobs(data: bytes) -> list[Job]:
-    """The jobs of all lines that are not blank."""
+    """The jobs of all non-blank lines."""
     lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     return [_job(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
@@ -195,7 +195,8 @@ def _job(number: int, line: bytes) -> Job:
         return Job(number, None, None, f"line {number} must be JSON in UTF-8, and is not: {error}")
     if not isinstance(value, dict):
         return Job(number, None, None, f"line {number} must be a JSON object, got {type(value).__name__}")
-    name, given = value.get("id", number), [key for key in KINDS if key in value]
+    name = value.get("id", number)
+    given = [key for key in KINDS if key in value]
     if len(given) != 1:
         got = " and ".join(given) or f"only {sorted(value)}"
         wanted = " or ".join(f'"{key}"' for key in KINDS)
@@ -230,14 +231,14 @@ def still_to_do(jobs: Sequence[Job], records: Sequence[dict[str, Any]], output: 
 
 
 class _Stdout(nullcontext[Any]):
-    """Print records to stdout, without --output."""
+    """Prints records to stdout, without --output."""
 
     def write(self, record: dict[str, Any]) -> None:
         typer.echo(json.dumps(record, ensure_ascii=False))
 
 
 def settings_of(*groups: OptionSet) -> dict[str, Any]:
-    """The options that change results, by flag and as JSON, without those at their defaults."""
+    """The options that affect results, by flag and as JSON, without those at their defaults."""
     given = {name: value for group in groups for name, value in group.keywords().items()}
     own = {"model" if name == "path_or_id" else flag_of(name): value for name, value in given.items()}
     kept = {name: value for name, value in own.items() if name not in WITHOUT_EFFECT}
@@ -245,13 +246,13 @@ def settings_of(*groups: OptionSet) -> dict[str, Any]:
 
 
 def keep_settings(output: Path, settings: dict[str, Any], earlier: bool, mix: bool) -> None:
-    """Write the settings of a run beside its output, after comparing them with those of the run that it continues.
+    """Write the settings of a run next to its output, after comparing them with the run that it continues.
 
     Args:
-        output: the file of the results.
+        output: the results file.
         settings: those of this run.
         earlier: whether the output has results of an earlier run.
-        mix: whether to continue even if the settings differ; the file then has the newest settings.
+        mix: whether to continue even if the settings differ; the file then records the newest settings.
 
     Raises:
         SettingsError: the earlier run had other settings.
@@ -267,7 +268,7 @@ def keep_settings(output: Path, settings: dict[str, Any], earlier: bool, mix: bo
             ]
             if changed:
                 raise SettingsError(
-                    f"--resume needs the settings of the earlier run: {', '.join(changed)}; give the same, or "
+                    f"--resume needs the settings of the earlier run: {', '.join(changed)}; use the same, or "
                     "--mix-settings to continue with others, or --overwrite to replace the results"
                 )
         path.write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
@@ -285,9 +286,9 @@ def run_batch(
     Args:
         task: input and output.
         load: loads the model; called only if there is something to do.
-        options: the options of each text.
-        warm: the file in which adaptive keeps what it learns, or None.
-        settings: the settings that the results depend on, written beside the output.
+        options: the options of each completion.
+        warm: the file where adaptive saves what it learns, or None.
+        settings: the settings that the results depend on, written next to the output.
 
     Returns:
         The exit status.
@@ -305,9 +306,11 @@ def run_batch(
         dismiss()
         if output is not None:
             output.touch()
-    errors, status = sum("error" in record for record in earlier), 0
+    errors = sum("error" in record for record in earlier)
+    status = 0
     if todo:
-        llm, equal = load(), []
+        llm = load()
+        equal = []
         sink = _Stdout() if output is None else RecordWriter(output, append=True)
         try:
             with sink, warm_pool(llm, warm) as kept, progress_bar() as bar:
@@ -320,7 +323,7 @@ def run_batch(
                     done += output is None
         except KeyboardInterrupt:
             where = ""
-            if output is not None:  # count the file's records, because the last one may be incomplete
+            if output is not None:  # count the records in the file, because the last one may be incomplete
                 done += len(read_records(output, "id", "this run")) - len(earlier)
                 where = f" in {output}; the same command with --resume continues"
             raise Interrupted(f"interrupted: {done} of {len(jobs)} prompts have results{where}") from None
@@ -332,7 +335,7 @@ def run_batch(
 
 
 def _earlier(source: Path, output: Path, task: Task) -> list[dict[str, Any]]:
-    """Prepare the output for appending. Returns the records that it already has."""
+    """Prepare the output for appending. Returns its existing records."""
     if not output.parent.is_dir():
         raise SettingsError(f"--output must be in a folder that exists, got {output}")
     if output.is_dir():
@@ -353,7 +356,7 @@ def _earlier(source: Path, output: Path, task: Task) -> list[dict[str, Any]]:
 
 
 def _records(llm: LLM, jobs: list[Job], task: Task, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The record of each job as soon as it is done; for an unusable line, a record with the error."""
+    """Yield the record of each job as soon as it is done; for an unusable line, a record with the error."""
     from ..engine import compare as comparing
 
     bad: list[tuple[int, dict[str, Any]]] = []
@@ -369,7 +372,8 @@ def _records(llm: LLM, jobs: list[Job], task: Task, options: dict[str, Any]) -> 
     if "seed" in options:  # the line determines the seed, so that a resumed run draws the same tokens
         seeds = [options["seed"] + job.line - 1 for job, _ in good]
     for update in llm.run([ids for _, ids in good], batch_size=task.batch_size, seeds=seeds, **options):
-        (job, ids), result = good[update.index], update.result
+        job, ids = good[update.index]
+        result = update.result
         if result is None:
             continue
         while bad and bad[0][0] < job.line:

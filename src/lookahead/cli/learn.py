@@ -1,4 +1,4 @@
-"""``lookahead learn``: a table of what a model writes by itself, from which the adaptive drafter drafts."""
+"""``lookahead learn``: build a table from a model's own output, for the adaptive drafter."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from .adapter import with_options
 from .console import Interrupted, note, stderr
 from .shared import Json, load_model
 
-#: Minutes if neither minutes nor tokens are given.
+#: Default minutes if neither minutes nor tokens are given.
 MINUTES = 10.0
-#: Seconds between lines if stderr is not a terminal.
+#: Seconds between progress lines if stderr is not a terminal.
 LINES = 60.0
 
 
 @with_options()
 def learn(
     *,
-    minutes: Annotated[float | None, typer.Option(help="Write text for so long. [default: 10]")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Generate for this long. [default: 10]")] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Stop when there are so many tokens, with those of earlier runs.")
+        int | None, typer.Option(help="Stop at this many tokens, earlier runs included.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="The table's file. [default: one that every command finds]")
+        Path | None, typer.Option(help="The table's file. [default: a file that every command finds]")
     ] = None,
     as_json: Json = False,
     load: LoadOptions,
 ) -> None:
-    """Let a model write text by itself, and keep what follows what in it, for --drafter adaptive.
+    """Let a model generate text, and record which tokens follow which, for --drafter adaptive.
 
-    It needs no data and trains nothing. Ctrl-C ends the writing early and builds the table from what there is;
-    another run continues.
+    It needs no data and no training. Ctrl-C stops generating and builds the table from the text so far; another run
+    continues.
     """
     from ..learning.table_learner import Goal, Learner
 
@@ -57,9 +57,7 @@ def learn(
             learner.write(goal, shown)
     except KeyboardInterrupt:
         interrupted = True
-        note(
-            "interrupted: building the table from what there is (Ctrl-C again: leave it for later)", "yellow"
-        )
+        note("interrupted: building the table from the text so far (Ctrl-C again to skip)", "yellow")
     try:
         table = learner.build()
     except KeyboardInterrupt:
@@ -73,12 +71,12 @@ def learn(
     one, two, three = (f"{count:,}" for count in table.contexts)
     typer.echo(
         f"{table.learned:,} tokens: what follows {one} single tokens, {two} pairs and {three} triples\n"
-        f"kept in {table.path}"
+        f"saved to {table.path}"
     )
 
 
 class _Shown:
-    """Shows progress: a bar on a terminal, else a line a minute."""
+    """Shows progress: a bar on a terminal, else one line per minute."""
 
     def __init__(self) -> None:
         columns = BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}")

@@ -1,4 +1,4 @@
-"""``lookahead serve``: an OpenAI-compatible server. Its options are the fields of ``lookahead.server.settings``."""
+"""``lookahead serve``: an OpenAI-compatible server. Its options are the fields of ``server.settings.Settings``."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def serve(
         typer.Option(help="A YAML file of these settings.", metavar="FILE", envvar="LOOKAHEAD_CONFIG"),
     ] = None,
 ) -> None:
-    """Serve a model over HTTP, compatible with OpenAI's API, and a page at /.
+    """Serve a model over HTTP with an OpenAI-compatible API, and a demo page at /.
 
     Each option may also be given as LOOKAHEAD_* in the environment (--max-queue is LOOKAHEAD_MAX_QUEUE) or in a YAML
     file. Options override the environment, and the environment overrides the file.
 
-    The server needs packages that pip install '.[serve]' in the project's folder installs.
+    The server needs extra packages: run pip install '.[serve]' in the project's folder.
     """
     try:
         from ..server.app import serve as serve_http

@@ -1,4 +1,4 @@
-"""What several commands need: a model, the state of adaptive, input files, lists of numbers."""
+"""Shared by several commands: loading a model, adaptive's state, input files, lists of numbers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 
 def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
-    """``lookahead.load`` without the progress bars and log lines of transformers."""
+    """``lookahead.load`` without transformers' progress bars and log lines."""
     if load.parallel_timeout is not None and ranks() == 1:
-        raise SettingsError(
-            "--parallel-timeout is for processes that torchrun starts; leave it out without it"
-        )
+        raise SettingsError("--parallel-timeout only applies under torchrun; omit it otherwise")
     from ..loading import load_with
 
     quiet()
@@ -35,7 +33,7 @@ def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
 
 
 def quiet() -> None:
-    """Turn off progress bars and log lines of transformers without importing it, which takes a second."""
+    """Turn off transformers' progress bars and log lines, without importing it, which takes a second."""
     if "transformers" not in sys.modules:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -48,7 +46,7 @@ def quiet() -> None:
 
 @contextmanager
 def warm_pool(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
-    """Options with which adaptive continues from a file. What it learns is written back, even after an error."""
+    """Options that make adaptive continue from a file. What it learns is written back, even after an error."""
     if file is None:
         yield {}
         return
@@ -62,13 +60,11 @@ def warm_pool(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
         try:
             state.save(file)
         except OSError as error:
-            raise SettingsError(
-                f"--warm must be a file that can be written, got {file} ({error.strerror})"
-            ) from None
+            raise SettingsError(f"--warm must be a writable file, got {file} ({error.strerror})") from None
 
 
 def ranks() -> int:
-    """Number of processes that torchrun started; 1 without it."""
+    """Number of processes started by torchrun; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
@@ -81,7 +77,7 @@ def dismiss() -> None:
 
 
 def read_bytes(path: Path, option: str) -> bytes:
-    """A file; "-" is stdin.
+    """The contents of a file; "-" is stdin.
 
     Raises:
         SettingsError: it cannot be read.
@@ -89,13 +85,11 @@ def read_bytes(path: Path, option: str) -> bytes:
     try:
         return typer.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
     except OSError as error:
-        raise SettingsError(
-            f"{option} must be a file that can be read, got {path} ({error.strerror})"
-        ) from None
+        raise SettingsError(f"{option} must be a readable file, got {path} ({error.strerror})") from None
 
 
 def read_text(path: Path, option: str) -> str:
-    """A text file in UTF-8; "-" is stdin.
+    """The contents of a UTF-8 text file; "-" is stdin.
 
     Raises:
         SettingsError: it cannot be read, or is not UTF-8.

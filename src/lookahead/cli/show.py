@@ -1,4 +1,4 @@
-"""``lookahead show``: turns a trace into one HTML page that replays it, step by step.
+"""``lookahead show``: turns a trace into an HTML page that replays it step by step.
 
 The page is ``trace.html`` with the trace's lines embedded. It needs neither network nor server.
 """
@@ -16,18 +16,18 @@ from ..engine.trace import Trace, read_trace
 from .console import note
 
 PAGE = Path(__file__).with_name("trace.html")
-#: The element of the page that contains the trace.
+#: The page element that contains the trace.
 TRACE_TAG = '<script type="application/jsonl" id="trace">'
-#: Size in bytes above which a browser takes seconds to open a page, so the user is told its size.
+#: Size in bytes above which a page takes seconds to open, so its size is printed.
 LARGE = 50_000_000
 
 
 def show(
-    file: Annotated[Path, typer.Argument(help="A file that lookahead generate --trace wrote.")],
+    file: Annotated[Path, typer.Argument(help="A file written by lookahead generate --trace.")],
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Write the page here and open nothing. [default: beside FILE, and open it in the browser]",
+            help="Write the page here and do not open it. [default: next to FILE, and open it in the browser]",
             metavar="PAGE.html",
         ),
     ] = None,
@@ -36,7 +36,7 @@ def show(
     trace = read_trace(file)
     path = output or file.with_suffix(".html")
     if path.exists() and path.samefile(file):
-        raise SettingsError(f"--output must be another file than the trace, got {path}")
+        raise SettingsError(f"--output must differ from the trace, got {path}")
     if trace.problem:
         note(
             f"note: {file} is not complete ({trace.problem}): the page has its first {trace.steps} steps",
@@ -46,13 +46,11 @@ def show(
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise SettingsError(
-            f"the page must be a file that can be written, got {path} ({error.strerror})"
-        ) from None
-    size = f"; {len(text) / 1e6:.0f} MB, which takes a browser seconds to open" if len(text) > LARGE else ""
+        raise SettingsError(f"the page must be a writable file, got {path} ({error.strerror})") from None
+    size = f"; {len(text) / 1e6:.0f} MB, so it takes seconds to open" if len(text) > LARGE else ""
     note(f"{trace.steps} steps in {path}{size}")
     if output is None and not webbrowser.open(path.absolute().as_uri()):
-        note(f"there is no browser here; open {path} in one", "yellow")
+        note(f"no browser found here; open {path} in one", "yellow")
 
 
 def page_of(trace: Trace) -> str:

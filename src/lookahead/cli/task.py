@@ -23,16 +23,16 @@ class Task(OptionSet):
     )
     input: Path | None = option(
         None,
-        'JSON lines with "prompt", "messages" or "input_ids" each, and an "id" of your own; - is stdin.',
+        'JSON lines, each with "prompt", "messages" or "input_ids", and optionally an "id"; - is stdin.',
         common=True,
     )
     output: Path | None = option(None, "The file for the results of --input. [default: stdout]", common=True)
-    resume: bool = option(False, "Continue an --output of an earlier run with the same settings.")
-    mix_settings: bool = option(False, "Let --resume continue with other settings.")
-    overwrite: bool = option(False, "Replace an --output or a --trace that exists.")
+    resume: bool = option(False, "Continue the --output of an earlier run with the same settings.")
+    mix_settings: bool = option(False, "Let --resume continue with different settings.")
+    overwrite: bool = option(False, "Replace an existing --output or --trace.")
     batch_size: int = option(1, "Prompts of --input that share forward passes.")
-    compare: bool = option(False, "Also decode plainly, and compare texts, steps and seconds.", common=True)
-    color: bool = option(False, "Show the tokens of each step in one colour.")
+    compare: bool = option(False, "Compare output, steps and seconds with plain decoding.", common=True)
+    color: bool = option(False, "Show each step's tokens in one colour.")
     trace: Path | None = option(None, "Write every step to this file as JSON lines, for lookahead show.")
     json: bool = option(False, "Print one JSON object instead of text.")
 

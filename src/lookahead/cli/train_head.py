@@ -1,4 +1,4 @@
-"""``lookahead train-head``: train a light head for a model on text that the model writes by itself."""
+"""``lookahead train-head``: train a light head for a model on the model's own output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .adapter import with_options
 from .console import Interrupted, note, stderr
 from .shared import Json, load_model
 
-#: Seconds between lines if stderr is not a terminal.
+#: Seconds between progress lines if stderr is not a terminal.
 LINES = 30.0
 
 
@@ -25,23 +25,23 @@ LINES = 30.0
 def train_head(
     *,
     tokens: Annotated[
-        int, typer.Option(help="Train on so many tokens of the model's own text, with those of earlier runs.")
+        int, typer.Option(help="Train on this many tokens of the model's own output, earlier runs included.")
     ] = 1_000_000,
-    levels: Annotated[int, typer.Option(help="How many tokens in a row the head learns to guess.")] = 2,
-    shortlist: Annotated[int, typer.Option(help="How many of the vocabulary's tokens it can guess.")] = 8192,
+    levels: Annotated[int, typer.Option(help="How many tokens ahead the head learns to guess.")] = 2,
+    shortlist: Annotated[int, typer.Option(help="How many tokens of the vocabulary it can guess.")] = 8192,
     width: Annotated[int, typer.Option(help="Width of its block.")] = 1024,
-    epochs: Annotated[float, typer.Option(help="How often all of the text is seen.")] = 4.0,
-    rate: Annotated[float, typer.Option(help="The highest learning rate.")] = 2e-3,
+    epochs: Annotated[float, typer.Option(help="Passes over the text.")] = 4.0,
+    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     output: Annotated[
-        Path | None, typer.Option(help="The head's file. [default: one that head=auto finds]")
+        Path | None, typer.Option(help="The head's file. [default: a file that head=auto finds]")
     ] = None,
     as_json: Json = False,
     load: LoadOptions,
 ) -> None:
     """Train a light head for a model: a small network that guesses its next tokens, for --drafter adaptive:head=auto.
 
-    The model writes text by itself, its hidden states along this text are computed, and the head is trained on both.
-    It needs no data and changes no output. Ctrl-C ends any stage; the same command continues it.
+    The model generates text, its hidden states over this text are computed, and the head is trained on both. It needs
+    no data and does not affect the output. Ctrl-C interrupts any stage; the same command continues it.
     """
     from ..learning.head_learner import HeadLearner
     from ..learning.train_head import TrainSettings
@@ -58,11 +58,11 @@ def train_head(
             head = learner.run(shown)
     except KeyboardInterrupt:
         raise Interrupted(
-            f"interrupted; what is done is kept in {learner.folder}, and the same command continues"
+            f"interrupted; progress is saved in {learner.folder}, and the same command continues"
         ) from None
     except OSError as error:
         raise SettingsError(
-            f"--output must be a file that can be written, got {learner.output} ({error.strerror or error})"
+            f"--output must be a writable file, got {learner.output} ({error.strerror or error})"
         ) from None
     about = dict(head.about)
     if as_json:
@@ -70,26 +70,25 @@ def train_head(
         return
     for level, shares in enumerate(about["accuracy"], 1):
         best = ", ".join(f"{100 * share:.0f} %" for share in shares)
-        typer.echo(
-            f"level {level}: the next token of held-out text is among the best 1, 2, 4, 8 guesses in {best}"
-        )
+        typer.echo(f"level {level}: the next held-out token is among the top 1, 2, 4, 8 guesses in {best}")
     megabytes = learner.output.stat().st_size / 1e6
     typer.echo(
-        f"trained on {about['tokens']:,} tokens in {about['seconds']} s; kept in {learner.output} "
+        f"trained on {about['tokens']:,} tokens in {about['seconds']} s; saved to {learner.output} "
         f"({megabytes:.1f} MB)"
     )
     kept = sum(file.stat().st_size for file in learner.folder.iterdir()) / 1e6
-    note(f"{learner.folder} has {kept:,.0f} MB for further training, and can be deleted")
+    note(f"{learner.folder} has {kept:,.0f} MB for further training and can be deleted")
 
 
 class _Shown:
-    """Shows progress of the stages: a bar on a terminal, else a line now and then."""
+    """Shows the progress of each stage: a bar on a terminal, else a line every ``LINES`` seconds."""
 
     def __init__(self) -> None:
         columns = BarColumn(20), TaskProgressColumn(), TextColumn("{task.description}", markup=False)
         self._bar = Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal)
         self._task: Any = self._bar.add_task("", total=1.0)
-        self._stage, self._last = "", monotonic()
+        self._stage = ""
+        self._last = monotonic()
 
     def __enter__(self) -> _Shown:
         self._bar.start()
@@ -104,5 +103,6 @@ class _Shown:
         text += "" if left is None else f", {max(left, 0) / 60:.1f} minutes left"
         self._bar.update(self._task, completed=done / max(total, 1), description=text)
         if self._bar.disable and (stage != self._stage or monotonic() - self._last > LINES):
-            self._stage, self._last = stage, monotonic()
+            self._stage = stage
+            self._last = monotonic()
             note(text)

@@ -1,4 +1,4 @@
-"""``lookahead tune``: measure and save the cost curve by which the adaptive drafter chooses its rows."""
+"""``lookahead tune``: measure and save the cost curve that the adaptive drafter uses to choose its rows."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .shared import Json, load_model, numbers
 def tune(
     *,
     rows: Annotated[
-        str, typer.Option(help="Numbers of rows of one sequence to measure.")
+        str, typer.Option(help="Rows of one sequence to measure.")
     ] = "1,2,3,4,6,8,12,16,24,32,48,64",
-    contexts: Annotated[str, typer.Option(help="Numbers of tokens before the step.")] = "64,512",
-    batches: Annotated[str, typer.Option(help="Numbers of sequences of one row each.")] = "4,16,64",
+    contexts: Annotated[str, typer.Option(help="Committed tokens before the step.")] = "64,512",
+    batches: Annotated[str, typer.Option(help="Numbers of single-row sequences.")] = "4,16,64",
     repeats: Annotated[int, typer.Option(help="Steps per point; the faster half counts.")] = 8,
     as_json: Json = False,
     load: LoadOptions,
 ) -> None:
-    """Measure what steps of many sizes cost, and keep the curve for --drafter adaptive.
+    """Measure the cost of steps of many sizes, and save the curve for --drafter adaptive.
 
-    Without this command, a few points are measured when a model is first used on a machine. The curve is then only
-    read.
+    Without this command, a few points are measured when a model is first used on a machine; later runs read the curve
+    from disk.
     """
     counts, lengths = numbers(rows, "--rows"), numbers(contexts, "--contexts")
     sequences = numbers(batches, "--batches")
@@ -45,6 +45,7 @@ def tune(
             f"this model decodes one row at a time, so there is nothing to tune: {llm.probe.reason}"
         )
 
+    # Measure.
     measured: dict[tuple[int, int, int], float] = {}
 
     def keep(batch: int, context: int, count: int, seconds: float) -> None:
@@ -54,8 +55,9 @@ def tune(
         path = llm.tune(counts, lengths, sequences, repeats, keep)
     except OSError as error:
         raise SettingsError(
-            f"the cost curve must be kept in the cache folder, which cannot be written ({error}); set XDG_CACHE_HOME"
+            f"the cost curve is saved in the cache folder, which is not writable ({error}); set XDG_CACHE_HOME"
         ) from None
+    # Report.
     if as_json:
         names = ("batch", "context", "rows", "ms")
         points = [dict(zip(names, (*sizes, ms), strict=True)) for sizes, ms in measured.items()]
@@ -70,8 +72,8 @@ def tune(
         Console().print(table)
     if path is None:
         note(
-            "not kept: repeated steps took unequal times, so other work was running; run it again on an idle machine"
+            "not saved: repeated steps took unequal times, so other work was running; run it again on an idle machine"
         )
         raise typer.Exit(1)
     if not as_json:
-        typer.echo(f"kept in {path}")
+        typer.echo(f"saved to {path}")

@@ -21,7 +21,7 @@ from .shared import Json, load_model
 if TYPE_CHECKING:
     from ..llm import LLM
 
-#: Built-in prompts: code, arithmetic, prose, lists, other scripts, and text that often makes models loop.
+#: Built-in prompts: code, arithmetic, prose, lists, other scripts, and a prompt that often makes models loop.
 PROMPTS = [
     'def quicksort(items):\n    """Return the items in ascending order."""\n    if',
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):",
@@ -40,7 +40,7 @@ def verify(
     *,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="A prompt instead of the built-in ones; can be repeated."),
+        typer.Option(help="A prompt instead of the built-in ones; may be repeated."),
     ] = None,
     reference: Annotated[str, typer.Option(help=REFERENCE, metavar="plain|generate")] = "plain",
     as_json: Json = False,
@@ -48,9 +48,9 @@ def verify(
     draft: DraftOptions,
     load: LoadOptions,
 ) -> None:
-    """Decode prompts with a drafter and plainly, and compare the texts token for token.
+    """Decode prompts with a drafter and with plain decoding, and compare the completions token for token.
 
-    Exit status 1 if texts in float32 or float64 differ. In shorter formats rounding may decide near ties differently:
+    Exit status 1 if completions differ in float32 or float64. In 16 bits, rounding may resolve near ties differently;
     the gap between the two largest logits shows whether it was a near tie.
     """
     if reference not in ("plain", "generate"):
@@ -58,14 +58,15 @@ def verify(
     others = options.keywords().keys() - {"max_new_tokens", "seed"}
     if reference == "generate" and others:
         raise SettingsError(
-            "--reference generate is for greedy decoding without other options; leave "
-            f"{', '.join(sorted(map(flag_of, others)))} out, or use --reference plain"
+            "--reference generate is for greedy decoding without other options; omit "
+            f"{', '.join(sorted(map(flag_of, others)))}, or use --reference plain"
         )
     drafter = draft.resolve() or Adaptive()
     if isinstance(drafter, Plain) and reference == "plain":
         raise SettingsError("--drafter plain is plain decoding; compare it with --reference generate")
-    if isinstance(drafter, Adaptive):  # draft as much as possible, because this command tests drafts
+    if isinstance(drafter, Adaptive):  # draft as much as possible, because this command tests drafting
         drafter = replace(drafter, rows=drafter.most_rows)
+    # Compare completions, then single rows bit by bit.
     llm = load_model(load, drafter)
     prompts = prompt or PROMPTS
     runs = [_compare(llm, text, reference, options) for text in prompts]
@@ -101,7 +102,8 @@ def _compare(llm: LLM, prompt: str, reference: str, options: Options) -> dict[st
     """Decode a prompt with the drafter and with the reference, and compare."""
     from ..engine.compare import compare, plainly, reference_tokens
 
-    ids, given = llm.encode(prompt), options.keywords()
+    ids = llm.encode(prompt)
+    given = options.keywords()
     ours = llm.generate(ids, **given)
     if reference == "plain":
         other = llm.generate(ids, **plainly(ours.seed, given))
@@ -124,7 +126,7 @@ def _show(prompts: list[str], report: dict[str, Any]) -> None:
     Console().print(table)
     same, rows = report["bit_equal_rows"]
     typer.echo(
-        f"{same} of {rows} rows of a tree have the bits of one-row steps: {report['path']} path"
+        f"{same} of {rows} rows of a tree are bit-identical to single-row steps: {report['path']} path"
         + (f", {report['promise']}" if report["promise"] else "")
     )
     reference = "plain decoding" if report["reference"] == "plain" else "model.generate"

@@ -1,4 +1,5 @@
-"""What surrounds the engine, ``core.loop.Engine``: prompts to token ids, options to processors, tokens to text.
+"""Around the engine (``core.loop.Engine``): prompts to token ids, options to processors, tokens to text.
 
-``admission`` fits a request to its model, ``prefix_cache`` keeps finished sequences, ``trace`` records every step.
+``admission`` completes a request for its model, ``prefix_cache`` keeps finished sequences, ``trace`` records every
+step.
 """

@@ -1,6 +1,6 @@
-"""Fits a request to its model when it leaves the queue: the drafter, what rows cost, the base table.
+"""Completes a request for its model when it leaves the queue: drafter, cost curve, light head and base table.
 
-It also says how many rows a pass may have by their cost.
+It also sets the row budget of a pass.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from ..drafters.adaptive.sources.base_table import BaseTable
 
 
-#: The rows that a pass may always have, whatever they cost.
+#: The rows that a pass may always have, at any cost.
 LEAST_ROWS = 64
 
 
 class Admission:
     """The ``admit`` of an engine on one model.
 
-    Without drafts, if the model cannot evaluate them, whatever drafter a request has; with the cost curve for
-    drafters that choose their rows by it, and with the base table for those that read it.
+    It replaces the drafter with ``Plain`` if the model cannot evaluate drafts. It adds the cost curve, the light head
+    and the base table for drafters that use them.
 
     Args:
         model: the model that the targets evaluate.
         probed: the result of its probe.
-        make_target: makes a target, to measure steps on.
-        limits_rows: whether the engine asks for ``row_budget``. The curve is then also measured for drafters with
-            fixed settings that have more than ``LEAST_ROWS`` rows.
+        make_target: makes a target, to measure steps.
+        limits_rows: whether the engine uses ``row_budget``. The curve is then also measured for drafters with fixed
+            settings of more than ``LEAST_ROWS`` rows.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Admission:
         return request
 
     def row_budget(self, sequences: int) -> int:
-        """The rows of all trees of a pass over this many sequences, by the cost curve (``CostCurve.budget``); by the
-        guess for the device until a curve is measured."""
+        """The row budget of a pass over this many sequences, from the cost curve (``CostCurve.budget``), or from the
+        device's default curve until one is measured."""
         from ..drafters.adaptive.cost import CostCurve  # imports numpy
 
         curve = self._curve if self._curve is not None else CostCurve.unmeasured(self._on_gpu)
@@ -78,7 +78,7 @@ class Admission:
         return str(self._model.device).startswith("cuda")
 
     def _head(self, wanted: str, path: str) -> Any:
-        """The light head with this name. None if it cannot be used; a line says why, once."""
+        """The light head with this name. None if it cannot be used; the reason is printed once."""
         from ..targets.light_head import head_of  # imports numba
 
         return head_of(self._model, path, wanted, self._make_target, say)

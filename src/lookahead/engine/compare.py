@@ -1,4 +1,5 @@
-"""Compares a text with plain decoding: are they equal, and if not, how close are the logits where they differ?"""
+"""Compares a completion with plain decoding: are they equal, and if not, how close are the logits where they
+diverge?"""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ class Comparison:
     Attributes:
         ours: the result with the drafter under test.
         plain: the result of plain decoding.
-        first_divergence: index of the first different token; None if the texts are equal.
-        gap: difference between the two largest logits there, from a causal pass over the common text. If it is near
-            0, rounding decided. None if the texts are equal.
+        first_divergence: index of the first different token; None if the completions are equal.
+        gap: difference between the two largest logits there, from a causal pass over the common tokens. Near 0,
+            rounding decided. None if the completions are equal.
     """
 
     ours: Result
@@ -34,7 +35,7 @@ class Comparison:
         return self.first_divergence is None
 
     def as_dict(self) -> dict[str, Any]:
-        """The comparison as values for JSON."""
+        """The comparison as JSON values."""
         ours, plain = self.ours, self.plain
         return {
             "equal": self.equal,
@@ -48,12 +49,12 @@ class Comparison:
 
 
 def plainly(seed: int | None, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of plain decoding that must give the same text as ``options`` with this seed."""
+    """The options of plain decoding that must give the same completion as ``options`` with this seed."""
     return options | {"drafter": Plain(), "seed": seed}
 
 
 def compare(llm: LLM, ours: Result, plain: Result) -> Comparison:
-    """Compare two results of one prompt."""
+    """Compare two results for one prompt."""
     index = first_divergence(ours.tokens, plain.tokens)
     if index is None:
         return Comparison(ours, plain, None, None)
@@ -65,11 +66,12 @@ def compare(llm: LLM, ours: Result, plain: Result) -> Comparison:
 
 
 def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """The greedy text by transformers' own ``model.generate``, as an independent reference."""
+    """The greedy completion of transformers' own ``model.generate``, as an independent reference."""
     import torch
     from transformers import GenerationConfig
 
-    eos, ids = sorted(llm.eos), torch.tensor([prompt], device=llm.model.device)
+    eos = sorted(llm.eos)
+    ids = torch.tensor([prompt], device=llm.model.device)
     settings = GenerationConfig(
         do_sample=False,
         max_new_tokens=min(max_new_tokens, (llm.context or sys.maxsize) - len(prompt)),

@@ -1,7 +1,7 @@
-"""Prefix caching: a prompt reuses the keys and values of a finished text with the same beginning.
+"""Prefix caching: a prompt reuses the keys and values of a finished sequence with the same prefix.
 
-Thus earlier turns of a conversation and system prompts are not evaluated again. On the compiled CPU path, the rows
-have the same bits as without the cache; on other paths they are equal up to rounding.
+So earlier turns of a conversation and system prompts are not evaluated again. On the compiled CPU path, rows are
+bit-identical to those without the cache; on other paths they are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class ReusingTarget(Target, Protocol):
     """A target that can start a slot with the keys and values of another slot.
 
     Attributes:
-        keeps_prefixes: whether reused rows equal the rows of a prompt that is evaluated as a whole.
+        keeps_prefixes: whether reused rows equal those of a prompt evaluated as a whole.
     """
 
     keeps_prefixes: bool
 
     def reuse(self, slot: int, source: int, length: int) -> None:
-        """Start a slot with the first ``length`` tokens of another slot; if both are the same slot, truncate it.
+        """Start a slot with the first ``length`` tokens of another slot; truncate it if both are the same slot.
 
         The next ``prefill`` of the slot evaluates only the tokens that follow.
         """
@@ -39,7 +39,7 @@ class PrefixTarget:
         kept: number of finished sequences to keep.
 
     Attributes:
-        reused: for each slot in use, the number of tokens of its prompt that were reused.
+        reused: number of prompt tokens that were reused, by slot in use.
     """
 
     def __init__(self, target: ReusingTarget, kept: int) -> None:
@@ -48,16 +48,17 @@ class PrefixTarget:
         self.reason = target.reason
         self.vocabulary = target.vocabulary
         self.reused: dict[int, int] = {}
-        self._target, self._kept = target, kept
-        self._slots: dict[int, int] = {}  # the caller's -> the target's
-        self._texts: dict[int, list[int]] = {}  # the target's slot -> the tokens whose rows it holds
+        self._target = target
+        self._kept = kept
+        self._slots: dict[int, int] = {}  # the caller's slot -> the target's slot
+        self._texts: dict[int, list[int]] = {}  # the target's slot -> the tokens whose rows are in it
         self._idle: list[int] = []  # the target's slots of finished sequences, the oldest first
         self._free: list[int] = []
         self._new = count()
         self._trees: dict[int, TokenTree] = {}
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
-        """Evaluate each prompt from the end of its longest prefix in an earlier text or an earlier prompt of the
+        """Evaluate each prompt from the end of its longest prefix in an earlier sequence or an earlier prompt of the
         call."""
         scores: list[Scores] = []
         for slot, prompt in prompts:
@@ -68,11 +69,11 @@ class PrefixTarget:
         return scores
 
     def known(self, prompt: Sequence[int]) -> int:
-        """The number of tokens of a prompt that would be reused."""
+        """The number of prompt tokens that would be reused."""
         return max(self._reusable(prompt).values(), default=0)
 
     def _reusable(self, prompt: Sequence[int]) -> dict[int, int]:
-        """For each of the target's slots, the number of prompt tokens that can be reused; the last one never is."""
+        """For each of the target's slots, the number of prompt tokens that can be reused; the last token never is."""
         return {inner: common_prefix(text, prompt[:-1]) for inner, text in self._texts.items()}
 
     def _choose_slot(self, slot: int, prompt: Sequence[int]) -> int:
@@ -81,9 +82,8 @@ class PrefixTarget:
         source = max(lengths, key=lengths.__getitem__, default=0)
         self.reused[slot] = length = lengths.get(source, 0)
         if length and source in self._idle and 2 * length >= len(self._texts[source]):
-            self._idle.remove(
-                source
-            )  # at least half of that text is reused, so the prompt takes over its slot
+            # At least half of that sequence is reused, so the prompt takes over its slot.
+            self._idle.remove(source)
             inner = source
         else:
             inner = self._free.pop() if self._free else next(self._new)
@@ -102,7 +102,7 @@ class PrefixTarget:
             self._texts[self._slots[slot]] += [tokens[node] for node in path]
 
     def release(self, slot: int) -> None:
-        """Keep the sequence for later prompts; if too many are kept, drop the least recently used."""
+        """Keep the sequence for later prompts; drop the least recently used if too many are kept."""
         self.reused.pop(slot, None)
         if slot in self._slots:
             inner = self._slots.pop(slot)

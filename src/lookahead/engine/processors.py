@@ -15,22 +15,23 @@ if TYPE_CHECKING:
 def make_process(
     options: Options, prompt_length: int, eos: frozenset[int], tokenizer: Any, device: Any
 ) -> Process | None:
-    """The function that is applied to the scores before a token is chosen; None if there is nothing to apply.
+    """The function applied to the scores before a token is chosen; None if there is nothing to apply.
 
     Args:
         options: the options of the generation.
         prompt_length: number of tokens in the prompt.
         eos: end tokens.
-        tokenizer: for bad words given as text.
+        tokenizer: for bad words given as strings.
         device: the device of the scores.
 
     Raises:
-        SettingsError: a bad word is a text, and there is no tokenizer.
+        SettingsError: a bad word is a string, and there is no tokenizer.
     """
-    ends, steps = sorted(eos), list[Any]()
+    ends = sorted(eos)
+    steps = list[Any]()
 
     def add(name: str, *arguments: Any, **options: Any) -> None:
-        # This import takes half a second, which greedy texts need not spend.
+        # This import takes half a second, which greedy decoding need not spend.
         from transformers.generation import logits_process
 
         steps.append(getattr(logits_process, name)(*arguments, **options))
@@ -56,7 +57,7 @@ def make_process(
             else:
                 add(warper, type(neutral)(value))
         if len(steps) == 1 and isinstance(steps[0], Temperature):
-            return steps[0]  # a draw divides only the logits that it needs
+            return steps[0]  # a draw scales only the logits that it needs
 
     def process(ids: Any, scores: Any) -> Any:
         for step in steps:
@@ -73,8 +74,10 @@ def _bad_words(words: Sequence[str | Sequence[int]], tokenizer: Any) -> list[lis
             result.append(list(word))
             continue
         if tokenizer is None:
-            raise SettingsError(f"a bad word as text needs a tokenizer, got {word!r}; give token ids")
-        # In the middle of a text, a word usually has a leading space.
+            raise SettingsError(
+                f"a bad word given as a string needs a tokenizer, got {word!r}; give token ids"
+            )
+        # Inside a sequence, a word usually has a leading space.
         for text in (word, " " + word):
             ids = tokenizer(text, add_special_tokens=False).input_ids
             if ids and ids not in result:

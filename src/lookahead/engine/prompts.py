@@ -1,4 +1,4 @@
-"""Turns prompts of any form into checked token ids."""
+"""Turns prompts of any form into validated token ids."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from ..core import SettingsError
 from ..core.errors import first_line
 
-#: A text, chat messages or token ids.
+#: A string, chat messages or token ids.
 OnePrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 #: The same, or an array of token ids.
 Prompt = Any
 
 
 def as_list(prompt: Prompt) -> tuple[list[Prompt], bool]:
-    """(prompts, whether a list of them was given). Tensors and arrays become lists."""
+    """(prompts, whether a list of prompts was given). Tensors and arrays become lists."""
     prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(prompt, (str, Mapping)) or not isinstance(prompt, Sequence):
         return [prompt], False
@@ -31,7 +31,7 @@ def has_chat_template(tokenizer: Any) -> bool:
 
 
 def chat_prompt(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> Prompt:
-    """A conversation as a prompt: its messages, or one text to continue if there is no chat template."""
+    """A conversation as a prompt: its messages, or one string to continue if there is no chat template."""
     if has_chat_template(tokenizer):
         return list(messages)
     return "".join(message["content"] + ("" if message["role"] == "user" else "\n") for message in messages)
@@ -45,11 +45,11 @@ def encode(prompt: Prompt, tokenizer: Any, missing: str, vocabulary: int, contex
     """Token ids of one prompt.
 
     Args:
-        prompt: a text, a list of chat messages {"role", "content"}, or a list of token ids.
+        prompt: a string, a list of chat messages {"role", "content"}, or a list of token ids.
         tokenizer: None if there is none.
         missing: why there is no tokenizer, for error messages.
         vocabulary: V.
-        context: number of tokens in the model's longest text; None for no limit.
+        context: the model's maximum sequence length in tokens; None for no limit.
 
     Raises:
         SettingsError: the prompt is empty, too long or of another type, needs a tokenizer or chat template that is
@@ -57,7 +57,7 @@ def encode(prompt: Prompt, tokenizer: Any, missing: str, vocabulary: int, contex
     """
     if isinstance(prompt, str):
         if not prompt:
-            raise SettingsError("the prompt must not be empty, got an empty text")
+            raise SettingsError("the prompt must not be empty, got an empty string")
         if any("\ud800" <= character <= "\udfff" for character in prompt):
             raise SettingsError("the prompt must be valid Unicode, got half a surrogate pair")
         if tokenizer is None:
@@ -69,7 +69,7 @@ def encode(prompt: Prompt, tokenizer: Any, missing: str, vocabulary: int, contex
         ids = list(prompt)
     else:
         raise SettingsError(
-            "a prompt must be a text, a list of chat messages or a list of token ids, "
+            "a prompt must be a string, a list of chat messages or a list of token ids, "
             f"got {type(prompt).__name__}: {str(prompt)[:60]!r}"
         )
     if not ids:
@@ -77,8 +77,7 @@ def encode(prompt: Prompt, tokenizer: Any, missing: str, vocabulary: int, contex
     outside = next((token for token in ids if not 0 <= token < vocabulary), None)
     if outside is not None:
         raise SettingsError(
-            f"token ids must be between 0 and {vocabulary - 1}, got {outside}; "
-            "is this the tokenizer of the model?"
+            f"token ids must be between 0 and {vocabulary - 1}, got {outside}; is this the model's tokenizer?"
         )
     if context is not None and len(ids) >= context:
         raise SettingsError(
@@ -98,11 +97,11 @@ def _from_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Any, missin
     if not has_chat_template(tokenizer):
         raise SettingsError(
             "chat messages need a chat template, and this model's tokenizer has none; "
-            "give the prompt as a text, or use an instruction-tuned model"
+            "give the prompt as a string, or use an instruction-tuned model"
         )
     try:
         return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
-    except Exception as error:  # a template is code of the model's, and may raise anything
+    except Exception as error:  # a template is the model's code and may raise anything
         raise SettingsError(
-            f"the model's chat template refuses these messages: {first_line(error)}"
+            f"the model's chat template rejects these messages: {first_line(error)}"
         ) from None

@@ -1,7 +1,7 @@
-"""Turns tokens into text that is safe to show: complete characters, and no part of a stop string.
+"""Turns tokens into text that is safe to show: complete characters and no part of a stop string.
 
-A token may contain part of a character, and its text may depend on the token before it (leading spaces). So the new
-text is the difference between two decodings of a short window of tokens.
+A token may contain part of a character, and its text may depend on the token before it (leading spaces). So new text
+is the difference between two decodings of a short window of tokens.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from collections.abc import Sequence
 from typing import Any
 
 INCOMPLETE = "\ufffd"
-#: A character has at most 4 bytes. A longer run without a complete character is not text and is released unchanged.
+#: A character has at most 4 bytes. A longer run without a complete character is not text and is released as it is.
 LONGEST_WINDOW = 32
 CONTEXT = 6
 
 
 class TextDecoder:
-    """The text of a growing list of tokens, which ends before the first stop string. A ``core.sequence.Detokenizer``.
+    """The text of a growing list of tokens, ending before the first stop string. A ``core.sequence.Detokenizer``.
 
     Args:
         tokenizer: an object with ``decode`` as in transformers; None gives no text.
         prompt: token ids before the text; the last few affect the beginning of the text.
-        stop: strings that end the text. They are not part of it.
+        stop: strings that end the text and are not part of it.
 
     Attributes:
         stops: the stop strings.
-        text: all text that has been released.
+        text: all text released so far.
         stopped: the stop string that ended the text, or None.
     """
 
@@ -56,7 +56,7 @@ class TextDecoder:
         self._held = ""
 
     def drain(self) -> str:
-        """The text that has become safe to show since the last call."""
+        """The text that became safe to show since the last call."""
         piece, self._ready = self._ready, ""
         self.text += piece
         return piece
@@ -78,7 +78,7 @@ class TextDecoder:
         if self.stopped is not None:
             return
         matches = [(held.find(stop), -len(stop), stop) for stop in self.stops if stop in held]
-        if matches:  # the first match, and the longest of the matches that begin at the same character
+        if matches:  # the first match, and the longest of those that begin at the same character
             safe, _, self.stopped = min(matches)
         else:
             safe = len(held) - self._possible_start(held)

@@ -1,11 +1,12 @@
-"""Traces: every step of one text as JSON lines, written while it is decoded and read by ``lookahead show``.
+"""Traces: every step of one completion as JSON lines, written during decoding and read by ``lookahead show``.
 
     with TraceWriter("steps.jsonl", llm) as trace:
         for update in llm.run([prompt], drafter="5,4,5"):
             trace.write(update)
 
-docs/trace.md specifies the format. A trace holds the text of each token, so no tokenizer is needed to read it. The
-file is complete if it has a line with ``end``; readers show what a shorter file holds and report that it is cut off.
+docs/trace.md specifies the format. A trace contains the text of each token, so reading it needs no tokenizer. The
+file is complete if it has a line with ``end``; readers show the contents of a shorter file and report that it is
+truncated.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ VERSION = 1
 
 
 class TraceWriter(AbstractContextManager["TraceWriter"]):
-    """Writes the trace of one text.
+    """Writes the trace of one completion.
 
     Args:
-        path: a file that does not exist yet, or may be replaced.
+        path: a file that does not exist yet or may be replaced.
         llm: the model, for the header and the text of tokens.
 
     Raises:
@@ -39,16 +40,17 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
     """
 
     def __init__(self, path: str | Path, llm: LLM) -> None:
-        self._file, self._llm = RecordWriter(path, durable=False), llm
+        self._file = RecordWriter(path, durable=False)
+        self._llm = llm
         self._steps = 0
         self._sequence: Sequence | None = None
         self._known: set[int] = set()
 
     def write(self, update: Update) -> None:
-        """Append one step of the text.
+        """Append one step.
 
         Raises:
-            SettingsError: the update belongs to another text, or the file can no longer be written.
+            SettingsError: the update belongs to another sequence, or the file can no longer be written.
         """
         sequence, tree = update.sequence, update.tree
         if self._sequence is None:
@@ -56,7 +58,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
             self._write_header(sequence)
         if sequence is not self._sequence:
             raise SettingsError(
-                f"a trace holds one sequence, got steps of another one; {self._file.path} has the first"
+                f"a trace has one sequence, got steps of another; {self._file.path} has the first"
             )
         if update.tokens and sequence.drafting is not None:
             record: dict[str, Any] = {"tokens": update.tokens}
@@ -102,7 +104,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         )
 
     def _texts(self, tokens: Iterable[int]) -> dict[str, Any]:
-        """The texts of the tokens that are not in an earlier line, by token id."""
+        """The text of each token that is not in an earlier line, by token id."""
         new = sorted(set(tokens) - self._known)
         self._known.update(new)
         tokenizer = self._llm.tokenizer
@@ -115,7 +117,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
 
 
 def _settings(drafter: Any) -> dict[str, Any]:
-    """The drafter's settings that have JSON values."""
+    """The drafter's settings with JSON values."""
     values = {name: getattr(drafter, name) for name in getattr(drafter, "__dataclass_fields__", ())}
     return {name: v for name, v in values.items() if v is None or isinstance(v, (bool, int, float, str))}
 
@@ -126,7 +128,7 @@ class Trace:
 
     Attributes:
         header: its first line.
-        lines: the lines of the file that can be read, unchanged, header included.
+        lines: the readable lines of the file, unchanged, header included.
         steps: the number of steps in them.
         problem: why the trace is incomplete; "" if it is complete.
     """
@@ -138,28 +140,28 @@ class Trace:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Read a trace, which may be cut off. The file is not changed.
+    """Read a trace, which may be truncated. The file is not changed.
 
     Raises:
-        SettingsError: there is no such file, or it is not a trace of this version.
+        SettingsError: the file is missing, or it is not a trace of this version.
     """
     try:
         lines = Path(path).read_bytes().decode("utf-8", errors="replace").split("\n")
     except OSError as error:
-        raise SettingsError(
-            f"a trace must be a file that can be read, got {path} ({error.strerror})"
-        ) from None
+        raise SettingsError(f"a trace must be a readable file, got {path} ({error.strerror})") from None
     header = _object(lines[0])
     if header is None or header.get("trace") != "lookahead":
         raise SettingsError(
-            f"{path} is no trace: its first line must be the header that lookahead generate --trace writes"
+            f"{path} is not a trace: its first line must be the header written by lookahead generate --trace"
         )
     if header.get("version") != VERSION:
         raise SettingsError(
             f"{path} is a trace of version {header.get('version')!r}, and this release reads version {VERSION}; "
-            "show it with the release that wrote it, or write it again"
+            "show it with the release that wrote it, or record it again"
         )
-    kept, steps, problem = [lines[0]], 0, ""
+    kept = [lines[0]]
+    steps = 0
+    problem = ""
     for number, line in enumerate(lines[1:], 2):
         if not line.strip():
             continue

@@ -4,8 +4,8 @@
     llm -m lookahead -o path_or_id PATH_OR_HUB_ID "..."
     llm aliases set NAME lookahead/PATH_OR_HUB_ID; llm -m NAME "..."
 
-llm finds it through its entry point and imports it at every start, so torch is not loaded before the first prompt.
-Prompts and conversations come from llm; the options and their help come from the library (``engine.options``).
+llm finds it through its entry point and imports it at every start, so torch is not imported before the first prompt.
+Prompts and conversations come from llm; options and their help come from ``lookahead.options``.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 #: Some of llm's functions have no type annotations.
 _untyped: Any = llm
-#: The default model. An alias for another model is of this name, a slash, and a path or a hub id.
+#: The default model. An alias for another model is this name, a slash, and a path or a hub id.
 NAME = "lookahead"
 #: Options that have another name in llm.
 RENAMED = {"max_new_tokens": "max_tokens"}
-#: Options of loading. If the value of one changes, the model is loaded again.
+#: Loading options. If one changes, the model is loaded again.
 LOADING = ("path_or_id", "dtype", "weights", "device", "threads", "engine")
-#: Answers in a conversation may be longer than the library's default; ``lookahead chat`` has the same limit.
+#: Answers in a conversation may be longer than the library's default; the same limit as in ``lookahead chat``.
 LONGEST = 512
 
 
 def _options() -> Any:
-    """The library's options as a class of options for llm."""
+    """The library's options as an llm options class."""
     model_fields: dict[str, Any] = {}
     declared = offered(Options) | offered(DraftOptions, ("drafter",)) | offered(LoadOptions, LOADING)
     for name, (kind, field) in declared.items():
@@ -52,7 +52,7 @@ def _options() -> Any:
 
 
 class LookaheadModel(llm.Model):
-    """One model of llm. Its first prompt loads it, and it keeps the keys and values of its last text.
+    """One llm model. It is loaded by its first prompt, and keeps the keys and values of its last sequence.
 
     Args:
         model_id: ``NAME``, or ``NAME/PATH_OR_NAME``.
@@ -111,7 +111,7 @@ def messages_of(prompt: Any) -> list[dict[str, str]]:
         kinds = {type(part).__name__ for part in message.parts} - {"TextPart", "ReasoningPart"}
         if kinds:
             raise SettingsError(
-                f"a conversation with {NAME} must hold text only, got {sorted(kinds)[0]}; begin a new one"
+                f"a conversation with {NAME} must be text only, got {sorted(kinds)[0]}; start a new one"
             )
         text = "".join(part.text for part in message.parts if type(part).__name__ == "TextPart")
         messages.append({"role": message.role, "content": text})
@@ -120,10 +120,10 @@ def messages_of(prompt: Any) -> list[dict[str, str]]:
 
 @llm.hookimpl
 def register_models(register: Callable[..., None]) -> None:
-    """Register the default model, those that llm's aliases name, and llm's own default if it is one of ours.
+    """Register the default model, the models in llm's aliases, and llm's own default if it is one of ours.
 
-    llm asks its plug-ins for a list of models and looks a name up in it, so a model must have been named before: no
-    hook receives the name.
+    llm asks its plug-ins for a list of models and looks names up in it. No hook receives the name, so a model must be
+    known beforehand.
     """
     for model_id in dict.fromkeys([NAME, *filter(is_ours, [*_aliased(), _untyped.get_default_model()])]):
         register(LookaheadModel(model_id))
@@ -135,6 +135,6 @@ def is_ours(model_id: Any) -> bool:
 
 
 def _aliased() -> list[Any]:
-    """What ``llm aliases set`` has named."""
+    """The models named by ``llm aliases set``."""
     file = _untyped.user_dir() / "aliases.json"
     return list(json.loads(file.read_text(encoding="utf-8")).values()) if file.exists() else []

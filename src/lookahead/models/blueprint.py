@@ -1,7 +1,7 @@
-"""The parts of a model that a compiled pass needs, whatever their source.
+"""The parts of a model that a compiled pass needs, from any source.
 
 ``module_families.blueprint_of`` makes a ``Blueprint`` from a transformers model, ``packed_model.blueprint_of_file``
-from a GGUF file. ``compiled_model.CompiledModel`` turns it into records that compiled code reads.
+from a GGUF file. ``compiled_model.CompiledModel`` turns it into records for compiled code.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 ACTIVATIONS = dict.fromkeys(("silu", "swish"), (1.0, 0.0)) | dict.fromkeys(
     ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), ((8 / math.pi) ** 0.5, 0.044715 * (8 / math.pi) ** 0.5)
 )
-#: The norms of a layer, by their names in ``LayerParts.norms`` and in ``execution_plan.LAYER``.
+#: The norms of a layer, as named in ``LayerParts.norms`` and ``execution_plan.LAYER``.
 NORMS = ("attention_norm", "attention_post_norm", "feed_forward_norm", "feed_forward_post_norm")
 
 
 class Unsupported(Exception):
-    """A model cannot be compiled; the message is one line that says why."""
+    """A model cannot be compiled; the message is the reason, in one line."""
 
 
 class Norm(NamedTuple):
@@ -42,7 +42,7 @@ class Norm(NamedTuple):
 
     @classmethod
     def none(cls, size: int) -> Norm:
-        """The stand-in for a norm that the model does not have: rows of ``size`` numbers pass unchanged."""
+        """The stand-in for a missing norm; rows of ``size`` numbers pass unchanged."""
         return cls(np.ones(size, np.float32), np.zeros(size, np.float32), 0.0, 0)
 
 
@@ -50,7 +50,7 @@ def head_norm_of(weights: Sequence[tuple[Array, int]], order: Array, epsilon: fl
     """The RMS norm of query and key heads, and whether it runs over all heads together (OLMo 2).
 
     Args:
-        weights: weights of the queries' norm and of the keys' norm, each with its number of heads.
+        weights: weights of the query norm and of the key norm, each with its number of heads.
         order: order of a head's numbers (``formats.paired``).
         epsilon: epsilon of both norms.
     """
@@ -68,7 +68,7 @@ class LayerParts:
 
     Attributes:
         linears: "qkv", with the outputs of each query and key head in the order of ``formats.paired``; "output";
-            "up", and "down". If ``gated``, each group of 32 outputs of "up" holds 16 gates, then their 16 ups.
+            "up", and "down". If ``gated``, each group of 32 outputs of "up" has 16 gates, then their 16 ups.
         norms: the norms, by their names in ``NORMS``.
         head_norm: RMS norm of queries and keys, with weights (H + K, D) in the order of "qkv"; None for no norm.
         joint_norm: whether ``head_norm`` runs over all heads together (OLMo 2) instead of over each head.
@@ -98,12 +98,12 @@ class Blueprint:
         dtype: dtype of the weights, "float32" or "bfloat16"; "float32" if they are packed. bf16 arrays are int16
             (``dense.bits_of``).
         vocabulary: V.
-        hidden, inner: sizes of a row and of the feed-forward's inner row.
+        hidden, inner: sizes of a row and of a row inside the feed-forward.
         heads, key_heads, head_size: H, K and D.
         activation: (a, b) of x * sigmoid(a x + b x^3).
         embedding: (V, hidden); packed weights have one output for each token.
-        layers: returns an iterator that makes the layers one by one. Unless the weights are packed, all layers take
-            the same amount of memory.
+        layers: returns an iterator that makes the layers one at a time. Unless the weights are packed, all layers
+            take the same amount of memory.
         embedding_factor, residual_factor: factor of the embeddings; factor of the outputs of attention and
             feed-forward.
         position_embedding: (positions, hidden) or None.

@@ -1,4 +1,4 @@
-"""Reads GGUF files: header, metadata and the table of tensors, in one pass over a mapped file.
+"""Reads GGUF files: header, metadata and tensor table, in one pass over a mapped file.
 
 Layout of a file (versions 2 and 3, little-endian; the specification is docs/gguf.md in ggml-org/ggml):
 
@@ -10,9 +10,9 @@ Layout of a file (versions 2 and 3, little-endian; the specification is docs/ggu
 
     a string is its length in bytes (u64) and then UTF-8; an array is a value type (u32), a count (u64) and the values
 
-Every count and length is compared with the remaining bytes before it is used, so a wrong number in a header causes an
-error and never a large allocation. Tensors lie one after the other and fill the file, as in every file that llama.cpp
-reads, so a wrong shape, block type or offset causes an error too.
+Every count and length is checked against the remaining bytes before it is used, so a wrong number in a header causes
+an error and never a large allocation. Tensors must be contiguous and fill the file, as llama.cpp requires, so a wrong
+shape, block type or offset causes an error too.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ NUMBERS = {
 STRING, ARRAY = 8, 9
 #: The first bytes of every file.
 MAGIC = b"GGUF"
-#: Largest number of dimensions of a tensor in ggml.
+#: Maximum number of dimensions of a tensor in ggml.
 MOST_DIMENSIONS = 4
 #: Bytes of the smallest entry of each table: an empty name and one value or dimension.
 SMALLEST_ENTRY, SMALLEST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
@@ -101,11 +101,11 @@ class Tensor(NamedTuple):
 
 
 class _Damaged(Exception):
-    """The file is damaged; the message says how, and the caller adds the file's name."""
+    """The file is damaged. The message tells how; the caller adds the file's name."""
 
 
 class GGUFFile:
-    """A GGUF file whose header has been read and whose tensors are mapped. It stays open while it is referenced.
+    """A GGUF file with its header read and its tensors mapped. It stays open while it is referenced.
 
     Args:
         path: the file.
@@ -146,14 +146,15 @@ class GGUFFile:
         return np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
 
     def release(self) -> None:
-        """Release the mapped pages that were read. The system reads them again when they are used again."""
+        """Release the mapped pages that were read. The system reads them again on the next use."""
         if isinstance(self._map, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def check_unchanged(self) -> None:
-        """Raise SettingsError if the file was written to since it was opened, because the data read may be mixed.
+        """Raise SettingsError if the file was modified since it was opened, because the data read may be
+        inconsistent.
 
-        Replacing the file with another one of the same name is not an error: the old file stays mapped.
+        Replacing the file with another of the same name is not an error, because the old file stays mapped.
         """
         try:
             now = _state(os.stat(self.path))
@@ -200,7 +201,7 @@ class _Reader:
             if key in metadata:
                 raise _Damaged(f"the key {key!r:.80} must occur once, but occurs again at byte {self.at:,}")
             metadata[key] = self.value(self.number("<I"), key)
-        # Offsets count from the end of the table, so that they are known when the whole table is read.
+        # Offsets count from the end of the table, so they can be resolved only after the whole table is read.
         table: dict[str, Tensor] = {}
         for _ in range(tensor_count):
             name, tensor = self.tensor_entry()
@@ -216,7 +217,7 @@ class _Reader:
         return metadata, tensors
 
     def check_positions(self, tensors: dict[str, Tensor], start: int, alignment: int) -> None:
-        """Check that the tensors lie in the file one after the other, and that nothing follows the last one."""
+        """Check that the tensors are contiguous in the file and that nothing follows the last one."""
         end = start
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
             last = tensor.offset + tensor.nbytes
@@ -234,7 +235,7 @@ class _Reader:
             raise _Damaged(f"its last tensor must end the file, but {self.size - end:,} bytes follow it")
 
     def check_count(self, count: int, smallest: int, what: str) -> None:
-        """Check that ``count`` items of at least ``smallest`` bytes fit into the rest of the file."""
+        """Check that ``count`` items of at least ``smallest`` bytes fit in the rest of the file."""
         if count * smallest > self.size - self.at:
             raise _Damaged(f"its header claims {count:,} {what}, but {self.size - self.at:,} bytes are left")
 
@@ -252,7 +253,7 @@ class _Reader:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        """Consecutive strings. A tokenizer has more than 100,000, so this loop calls no other method."""
+        """Consecutive strings. A tokenizer has more than 100,000, so this loop calls no methods of its own."""
         data, at, size = self.data, self.at, self.size
         length_at = struct.Struct("<Q").unpack_from
         texts = []
@@ -325,5 +326,5 @@ class _Reader:
 
 
 def _aligned(position: int, alignment: int) -> int:
-    """The first position from this one on that is a multiple of the alignment."""
+    """The position, rounded up to a multiple of the alignment."""
     return -(-position // alignment) * alignment

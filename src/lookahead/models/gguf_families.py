@@ -1,9 +1,9 @@
-"""The names of parts and settings in GGUF files, by architecture, as llama.cpp's converter writes them.
+"""The names of parts and settings in GGUF files, by architecture, as written by llama.cpp's converter.
 
-``gguf_sizes`` checks the sizes of a file by these names, ``gguf_settings`` reads its settings, and ``packed_model``
-turns both into a model.
+``gguf_sizes`` uses these names to check the sizes of a file, ``gguf_settings`` to read its settings, and
+``packed_model`` to make a model.
 
-| architecture | classes | q and k rows | norm weights | settings that no file holds |
+| architecture | classes | q and k rows | norm weights | settings not in the file |
 |---|---|---|---|---|
 | llama | Llama, Mistral | permuted | as they are | |
 | granite | Granite | permuted | as they are | |
@@ -17,7 +17,7 @@ turns both into a model.
 | starcoder2 | Starcoder2 | as they are | layer norms | |
 | gpt2 | GPT2LMHead | one tensor for q, k, v | layer norms | |
 
-Every linear is (outputs, inputs), also in GPT-2, where transformers has the transpose. Tensor names end in
+Every linear is (outputs, inputs), including GPT-2's, which are transposed in transformers. Tensor names end in
 ``.weight`` or ``.bias``; biases are optional. Without ``output.weight``, the head is ``token_embd.weight``.
 
 **Permuted rows.** Rotary positions rotate pairs of a head's D outputs. transformers pairs i with i + D/2; llama.cpp's
@@ -26,7 +26,7 @@ head have this order in the file:
 
     0 3 1 4 2 5        row 2i of the file is row i of transformers, row 2i + 1 is row i + D/2
 
-This is the order of ``formats.paired`` for a head that rotates as a whole, so such rows are packed unchanged.
+This is the order of ``formats.paired`` if the whole head rotates, so such rows are packed unchanged.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class GGUFNames:
     Attributes:
         model_class: the transformers class, a key of ``architectures.REGISTRY``.
         tensors: part of a ``Spec`` -> tensor name without its ending; ``{layer}`` stands for the layer's number.
-        settings: field of transformers' config -> metadata key without the architecture's name and the dot. Keys that
-            are the same in all architectures are not here.
+        settings: field of the transformers config -> metadata key without the architecture prefix. Keys shared by all
+            architectures are not listed.
         permuted: whether the rows and biases of queries and keys are permuted (see above).
         norm_offset_included: whether the norm weights in the file include ``Spec.norm_offset``.
         norm_kind: 1 for RMS norms, 2 for layer norms.
@@ -172,6 +172,6 @@ GGUF_NAMES: dict[str, GGUFNames] = {
         rotates=lambda layer: False,
     ),
 }
-#: The tensor that divides the frequencies of rotary positions (Llama 3), and those of models for two lengths (Phi-3).
+#: The tensor that divides rotary frequencies (Llama 3), and the tensors of models with two length ranges (Phi-3).
 FREQUENCY_FACTORS = "rope_freqs.weight"
 FACTORS_BY_LENGTH = ("rope_factors_long.weight", "rope_factors_short.weight")

@@ -1,4 +1,4 @@
-"""The settings of a GGUF file, read and checked. Missing ones get llama.cpp's defaults.
+"""The settings of a GGUF file, read and checked. Missing settings get llama.cpp's defaults.
 
 This module does not import torch; ``packed_model`` turns the result into a model.
 """
@@ -20,7 +20,7 @@ from .gguf_sizes import ROUTER, Metadata, Sizes, check_counts, contradiction, re
 class RotaryTable:
     """Angle i of position p is p / factor * base ** (-2 i / R), i below R / 2.
 
-    If the file has ``FREQUENCY_FACTORS`` (R / 2,), angle i is also divided by the tensor's number i.
+    If the file has ``FREQUENCY_FACTORS`` (R / 2,), angle i is also divided by element i of that tensor.
     """
 
     base: float
@@ -29,7 +29,7 @@ class RotaryTable:
 
 @dataclass(frozen=True, slots=True)
 class GGUFSettings(Sizes):
-    """The resolved settings of one file; the attributes are those of ``blueprint.Blueprint`` and ``LayerParts``.
+    """The resolved settings of one file, as in ``blueprint.Blueprint`` and ``LayerParts``.
 
     Attributes:
         names: the names and properties of the architecture.
@@ -59,7 +59,7 @@ class GGUFSettings(Sizes):
 
 
 def check_file(file: GGUFFile) -> None:
-    """Check a file that transformers is to read, as far as this library knows its architecture.
+    """Check a file that transformers will read, as far as this library knows its architecture.
 
     Raises:
         SettingsError: settings and tensors contradict each other.
@@ -119,7 +119,7 @@ def _scale(read: Metadata, sizes: Sizes) -> float:
 
 
 def _window(read: Metadata, sizes: Sizes) -> tuple[list[bool], int]:
-    """For each layer whether it has a sliding window, and the window."""
+    """For each layer, whether it has a sliding window; and the window."""
     layer_count = sizes.layer_count
     default = 4096 if read.architecture == "gemma2" else 0
     window = read.whole("attention.sliding_window", default, least=0)
@@ -139,7 +139,9 @@ def _window(read: Metadata, sizes: Sizes) -> tuple[list[bool], int]:
     if read.names.slides is None:
         if window >= sizes.max_positions:  # the window has no effect
             return [False] * layer_count, 0
-        raise Unsupported(f"the file must say which layers of {read.architecture} have its sliding window")
+        raise Unsupported(
+            f"the file must specify which layers of {read.architecture} have the sliding window"
+        )
     return [read.names.slides(layer) for layer in range(layer_count)], window
 
 
@@ -152,10 +154,12 @@ def _rotary(
         return (), (0,) * sizes.layer_count
     kind = read.get("rope.scaling.type", "none")
     if not isinstance(kind, str) or kind not in ("none", "linear"):
-        raise Unsupported(f"the compiled path reads no rotary positions of type {kind!r:.60} from GGUF files")
+        raise Unsupported(
+            f"the compiled path does not support rotary positions of type {kind!r:.60} in GGUF files"
+        )
     for name in FACTORS_BY_LENGTH:
         if name in read.file.tensors:
-            raise Unsupported(f"rotary positions that change with the length of the text ({name})")
+            raise Unsupported(f"rotary positions that change with the sequence length ({name})")
     factor = float(read.number("rope.scaling.factor", 1.0)) if kind == "linear" else 1.0
     tables = [RotaryTable(read.setting("rope_theta", 10000.0), factor)]
     if read.architecture == "gemma3":

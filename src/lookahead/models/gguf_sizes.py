@@ -1,9 +1,9 @@
-"""Checks the sizes that a GGUF file claims against its tensors, before anything is allocated by them.
+"""Checks the sizes claimed by a GGUF file against its tensors, before anything is allocated.
 
-A header gives each size twice: as a number in the metadata, and in the shapes of tensors. For the architectures of
-``GGUF_NAMES``, ``read_sizes`` checks that every tensor has the shape that the metadata implies, that none is missing,
-and that none is left over, as llama.cpp does. ``check_counts`` checks files of other architectures, of which less is
-known. Both take time and memory in proportion to the number of tensors.
+A header gives each size twice, as a number in the metadata and in tensor shapes. For the architectures in
+``GGUF_NAMES``, ``read_sizes`` checks that every tensor has the shape implied by the metadata, that none is missing,
+and that none is left over, as llama.cpp does. ``check_counts`` checks files of other architectures, about which less
+is known. Both take time and memory proportional to the number of tensors.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .gguf_families import FACTORS_BY_LENGTH, FREQUENCY_FACTORS, GGUFNames
 
 #: The most positions that a file may claim; no tensor confirms this number.
 MOST_POSITIONS = 1 << 30
-#: The largest finite number of 32 bits, in which settings are computed with.
+#: The largest finite fp32 number; settings are computed in fp32.
 LARGEST = 3.4e38
 #: The tensor that chooses experts.
 ROUTER = "blk.0.ffn_gate_inp.weight"
 
-#: What a dimension of a tensor is, by the keys of the metadata.
+#: The meaning of tensor dimensions, in terms of metadata keys.
 _HEADS, _KEY_HEADS = "attention.head_count * head size", "attention.head_count_kv * head size"
 _HIDDEN, _INNER, _VOCABULARY = "embedding_length", "feed_forward_length", "vocabulary"
 _QKV = "(attention.head_count + 2 * attention.head_count_kv) * head size"
-#: Part -> the dimensions of its tensor, rows first. Query and key norms are not here: they have two shapes.
+#: Part -> the dimensions of its tensor, rows first. Query and key norms are not listed, because they have two shapes.
 _SHAPES = {
     "embedding": (_VOCABULARY, _HIDDEN),
     "positions": ("context_length", _HIDDEN),
@@ -51,7 +51,7 @@ _SHAPES = {
     "feed_forward_post_norm": (_HIDDEN,),
 }
 _WITHOUT_BIAS = ("embedding", "positions")
-#: Keys of counts in files of any architecture, none of which is larger than the largest dimension of a tensor.
+#: Keys of counts in files of any architecture; no count exceeds the largest tensor dimension.
 _COUNTS = (
     "feed_forward_length",
     "expert_feed_forward_length",
@@ -62,7 +62,7 @@ _COUNTS = (
     "rope.dimension_count",
     "expert_count",
 )
-#: Tokens that begin or end a text.
+#: Tokens that begin or end a sequence.
 _ROLES = ("bos", "eos", "eot", "eom")
 
 
@@ -76,19 +76,21 @@ def contradiction(file: GGUFFile, what: str) -> SettingsError:
 
 
 class Metadata:
-    """Reads numbers and texts of a file's metadata, of which each may be missing or have another type.
+    """Reads a file's metadata, in which any value may be missing or have the wrong type.
 
     Args:
         file: the file.
-        architecture: its architecture, with which keys begin.
+        architecture: its architecture, the prefix of its keys.
         names: the keys of the architecture's settings.
     """
 
     def __init__(self, file: GGUFFile, architecture: str, names: GGUFNames) -> None:
-        self.file, self.architecture, self.names = file, architecture, names
+        self.file = file
+        self.architecture = architecture
+        self.names = names
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of any type by its key, without the architecture's name."""
+        """A value of any type by its key, without the architecture prefix."""
         return self.file.metadata.get(f"{self.architecture}.{key}", default)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -104,7 +106,7 @@ class Metadata:
         return value
 
     def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number by its key, ``least`` or more."""
+        """A whole number by its key, at least ``least``."""
         value = self.number(key, default)
         if value < least or value != int(value):
             raise contradiction(
@@ -113,18 +115,18 @@ class Metadata:
         return int(value)
 
     def setting(self, field: str, default: float) -> float:
-        """A field of transformers' config, or the default if the architecture or the file does not have it."""
+        """A field of the transformers config, or the default if the architecture or the file lacks it."""
         key = self.names.settings.get(field)
         return float(self.number(key, default)) if key else default
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of a model, which its tensors have.
+    """The sizes of a model, confirmed by its tensors.
 
     Attributes:
         vocabulary, hidden, inner, heads, key_heads, head_size, layer_count: as in ``blueprint.Blueprint``.
-        rotary_size: how many numbers of a head rotate.
+        rotary_size: R, how many numbers of a head rotate.
         max_positions: positions that the model was trained for.
     """
 
@@ -140,7 +142,7 @@ class Sizes:
 
 
 def read_sizes(read: Metadata) -> Sizes:
-    """Read the sizes of a file without experts, and check that its tensors have them.
+    """Read the sizes of a file without experts, and check its tensors against them.
 
     Raises:
         SettingsError: sizes and tensors contradict each other.
@@ -150,6 +152,7 @@ def read_sizes(read: Metadata) -> Sizes:
     layer_count = _check_layers(file, read.architecture)
     if read.whole("expert_count", 0, least=0):
         raise contradiction(file, f"{read.architecture}.expert_count must be 0 without the tensor {ROUTER}")
+    # Heads.
     heads = read.whole("attention.head_count")
     key_heads = read.whole("attention.head_count_kv", heads)
     if heads % key_heads:
@@ -170,6 +173,7 @@ def read_sizes(read: Metadata) -> Sizes:
             file,
             f"{read.architecture}.attention.value_length must be the size of a head, {head_size}, got {value_length}",
         )
+    # Positions.
     rotary_size = read.whole("rope.dimension_count", head_size)
     if rotary_size % 2 or rotary_size > head_size or (names.permuted and rotary_size != head_size):
         raise contradiction(
@@ -183,6 +187,7 @@ def read_sizes(read: Metadata) -> Sizes:
             file,
             f"{read.architecture}.context_length must be at most {MOST_POSITIONS:,}, got {max_positions:,}",
         )
+    # All sizes are known; check the tensors against them.
     inner = read.whole("feed_forward_length")
     sizes = Sizes(
         vocabulary, hidden, inner, heads, key_heads, head_size, layer_count, rotary_size, max_positions
@@ -192,7 +197,7 @@ def read_sizes(read: Metadata) -> Sizes:
 
 
 def check_counts(file: GGUFFile) -> None:
-    """Check the counts of a file of any architecture as far as tensors confirm them.
+    """Check the counts of a file of any architecture, as far as its tensors confirm them.
 
     Raises:
         SettingsError: counts and tensors contradict each other.
@@ -205,7 +210,7 @@ def check_counts(file: GGUFFile) -> None:
     largest = max((max(tensor.shape) for tensor in file.tensors.values()), default=0)
     for key, most in (*((key, largest) for key in _COUNTS), ("context_length", MOST_POSITIONS)):
         value = file.metadata.get(f"{architecture}.{key}", 0)
-        # Some architectures have a number for each layer.
+        # Some architectures have one number per layer.
         for number in value.tolist() if isinstance(value, np.ndarray) else [value]:
             if not isinstance(number, int | float) or not 0 <= number <= most:
                 raise contradiction(
@@ -213,14 +218,15 @@ def check_counts(file: GGUFFile) -> None:
                 )
 
 
-#: (tensor's name) -> a match whose group is the number of its layer; None for a tensor of no layer.
+#: (tensor name) -> a match whose group is the layer number; None for a tensor outside the layers.
 _layer_of = re.compile(r"blk\.(\d{1,9})\.").match
 
 
 def _check_layers(file: GGUFFile, architecture: str) -> int:
-    """The number of layers, which is one more than the largest number of a layer in the names of tensors."""
+    """The number of layers, one more than the largest layer number in a tensor name."""
     found = [int(match[1]) for match in map(_layer_of, file.tensors) if match is not None]
-    claimed, count = file.metadata.get(f"{architecture}.block_count"), max(found, default=-1) + 1
+    claimed = file.metadata.get(f"{architecture}.block_count")
+    count = max(found, default=-1) + 1
     if count > len(file.tensors):
         raise contradiction(file, f"its layers must be numbered from 0 on, got the number {count - 1}")
     if isinstance(claimed, np.ndarray) or claimed != count:
@@ -285,7 +291,7 @@ def _check_tensors(file: GGUFFile, names: GGUFNames, sizes: Sizes) -> None:
                 continue
             raise contradiction(file, f"it must have the tensor {name!r}, and does not")
         if tensor.shape not in [tuple(numbers[each] for each in shape) for shape in shapes]:
-            # Of the shapes of a head norm the first is the common one.
+            # A head norm has two possible shapes; report the common one.
             shape = tuple(numbers[each] for each in shapes[0])
             raise contradiction(
                 file,
@@ -301,10 +307,10 @@ def _check_tensors(file: GGUFFile, names: GGUFNames, sizes: Sizes) -> None:
 
 
 def _expected(names: GGUFNames, layer_count: int) -> Iterator[tuple[str, list[tuple[str, ...]], bool]]:
-    """Of each tensor that a model may have: its name, the shapes that it may have, and whether it may be missing."""
+    """For each tensor that a model may have: its name, its allowed shapes, and whether it may be missing."""
     for part, pattern in names.tensors.items():
         if part in ("query_norm", "key_norm"):
-            # A norm for each head, or over all heads together (OLMo 2).
+            # One norm per head, or one over all heads together (OLMo 2).
             shapes: list[tuple[str, ...]] = [
                 ("head size",),
                 (_HEADS if part == "query_norm" else _KEY_HEADS,),

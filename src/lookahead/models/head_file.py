@@ -1,16 +1,16 @@
-"""The file of a light head: a small trained network that guesses the tokens after next from a hidden state.
+"""The file of a light head, a small trained network that guesses the tokens after the next one from a hidden state.
 
     z  = [norm(h); norm(e)]                       h: hidden state under which the token was emitted; e: its embedding
-    h' = h + down(silu(gate z) * up z)            the guess of the next hidden state, which the next level reads as h
+    h' = h + down(silu(gate z) * up z)            the predicted next hidden state, which the next level reads as h
     logits over the shortlist = scale * rows of the model's own output matrix * h'
 
-The file holds the norms, gate, up and down, and the shortlist: the most frequent tokens of the model's own text. It
-does not hold output rows or embeddings, which are the model's, so it takes 2 or 3 MB for a model of 135M parameters.
-It is a safetensors file; matrices are stored as GGUF stores Q8_0 or Q4_0: blocks of 32 numbers of 8 or 4 bits, each
-with an fp16 scale.
+The file has the norms, gate, up and down, and the shortlist, which is the most frequent tokens of the model's own
+output. Output rows and embeddings come from the model, so the file takes 2 or 3 MB for a model of 135M parameters. It
+is a safetensors file with matrices as in GGUF's Q8_0 or Q4_0: blocks of 32 numbers of 8 or 4 bits, each with an fp16
+scale.
 
-It also holds how often guesses of each kind were right on text that was not trained on, greedy and sampled, by level:
-a drafter starts with these counts (``drafters.adaptive.calibration``).
+It also has the counts of correct guesses on held-out output, greedy and sampled, by level and kind. A drafter starts
+from these counts (``drafters.adaptive.calibration``).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ..core import SettingsError
 from ..core.errors import first_line
 
 FORMAT = "lookahead light head 1"
-#: Numbers of a block, and its bytes by the bits of a number.
+#: Numbers per block, and bytes per block by the bits of a number.
 BLOCK, BLOCK_BYTES = 32, {4: 18, 8: 34}
-#: The most levels, the largest sizes and the largest file that are read.
+#: Limits of a file: levels, sizes, and bytes.
 MAX_LEVELS, MAX_SIZE, MAX_BYTES = 8, 1 << 20, 1 << 30
 
 #: The counts, and the parts of each.
@@ -51,7 +51,7 @@ def as_q8_0(rows: Array) -> Array:
 
 
 def as_q4_0(rows: Array) -> Array:
-    """Rows as blocks, uint8 (n, inner / 32 * 18): the number of largest size becomes -8."""
+    """Rows as blocks, uint8 (n, inner / 32 * 18): the number of largest magnitude becomes -8."""
     blocks = np.asarray(rows, np.float32).reshape(len(rows), -1, BLOCK)
     largest = np.take_along_axis(blocks, np.abs(blocks).argmax(-1, keepdims=True), -1)
     scales = (largest / -8).astype(np.float16)
@@ -61,7 +61,7 @@ def as_q4_0(rows: Array) -> Array:
     return np.concatenate([scales.view(np.uint8), both], -1).reshape(len(rows), -1)
 
 
-#: How matrices are stored and computed with, by the bits of a number.
+#: The storage format of matrices and its quantizer, by the bits of a number.
 QUANTIZE: dict[int, tuple[str, Callable[[Array], Array]]] = {4: ("Q4_0", as_q4_0), 8: ("Q8_0", as_q8_0)}
 
 
@@ -88,11 +88,11 @@ class HeadWeights:
         hidden_norm, embedding_norm: weights of the two RMS norms, fp32 (hidden,).
         gate, up: fp32 (width, 2 * hidden).
         down: fp32 (hidden, width).
-        scale: factor of the logits, which stands for what the model does to its own.
+        scale: factor of the logits; a substitute for the model's own scaling.
         levels: how many levels it was trained for.
         counts: "greedy" and "sampled" -> (hits, trials) of its guesses, each fp32 (levels, kinds).
         about: what the training reports, for display.
-        bits: 4 or 8, in which matrices are stored, and in which the compiled head computes.
+        bits: 4 or 8; matrices are stored, and multiplied by the compiled head, with this many bits.
     """
 
     vocabulary: int
@@ -118,13 +118,12 @@ class HeadWeights:
         """Raise SettingsError unless the head fits a model of these sizes."""
         if (self.vocabulary, self.hidden) != (vocabulary, hidden):
             raise SettingsError(
-                f"the light head must be of a model with {vocabulary} tokens and hidden states of {hidden}, as "
-                f"{name} has; it is of one with {self.vocabulary} and {self.hidden}; train one with lookahead "
-                "train-head"
+                f"the light head must match a vocabulary of {vocabulary} and a hidden size of {hidden} ({name}), "
+                f"but it has {self.vocabulary} and {self.hidden}; train one with lookahead train-head"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file; matrices are rounded to ``bits``."""
+        """Write the file, with matrices rounded to ``bits``."""
         from safetensors.numpy import save_file
 
         tensors = {
@@ -167,19 +166,22 @@ def load_head(path: str | os.PathLike[str]) -> HeadWeights:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return _checked(json.loads(texts["numbers"]), arrays, json.loads(texts.get("about", "{}")))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingsError(f"{os.fspath(path)} holds no light head: {first_line(error)}") from None
+        raise SettingsError(f"{os.fspath(path)} is not a light head: {first_line(error)}") from None
 
 
 def _checked(numbers: Any, arrays: Mapping[str, Array], about: Any) -> HeadWeights:
-    """The head that these parts describe. Raises ValueError if they contradict each other."""
+    """The head described by these parts. Raises ValueError if they contradict each other."""
     vocabulary, hidden, levels, scale, bits = (numbers[name] for name in NUMBERS)
-    shortlist, width = arrays["shortlist"], len(arrays["gate"])
+    # Numbers.
+    shortlist = arrays["shortlist"]
+    width = len(arrays["gate"])
     whole = all(isinstance(size, int) and 0 < size <= MAX_SIZE for size in (vocabulary, hidden, width))
     _must(whole and hidden % BLOCK == width % BLOCK == 0, "its sizes must be multiples of 32")
     _must(isinstance(levels, int) and 1 <= levels <= MAX_LEVELS, f"levels must be 1 to {MAX_LEVELS}")
     _must(bits in BLOCK_BYTES, "its bits must be 4 or 8")
     _must(isinstance(scale, float) and 0 < scale < 1e4, "its scale must be a positive number")
     _must(isinstance(about, dict), "its report must be an object")
+    # Shapes and dtypes.
     block_bytes = BLOCK_BYTES[bits]
     shapes: dict[str, tuple[tuple[int, ...], Any]] = {
         "hidden_norm": ((hidden,), np.float32),
@@ -197,6 +199,7 @@ def _checked(numbers: Any, arrays: Mapping[str, Array], about: Any) -> HeadWeigh
     )
     ascending = bool((np.diff(shortlist) > 0).all())
     _must(ascending and shortlist[0] >= 0 and shortlist[-1] < vocabulary, "its shortlist is not ascending")
+    # Values.
     weights = {name: arrays[name] for name in ("hidden_norm", "embedding_norm")}
     weights |= {name: from_blocks(arrays[name], bits) for name in ("gate", "up", "down")}
     _must(all(np.isfinite(array).all() for array in weights.values()), "its weights must be finite")

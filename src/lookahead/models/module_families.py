@@ -1,9 +1,9 @@
-"""Where each transformers class keeps its parts. The parts are the model's own tensors, not copies.
+"""The location of each transformers class's parts. The parts are the model's own tensors, not copies.
 
 To add a class, register a ``Spec`` under its name. The compiled pass supports layers of grouped-query attention and a
 feed-forward, each added to the residual stream; RMS or layer norms before them, after them or both; rotary positions
 on pairs (i, i + R/2), or learned positions; SiLU or the tanh form of GELU. Other models are rejected here by name, or
-by the comparison at load, and run on transformers' code.
+by the comparison at load, and run on the transformers path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .blueprint import ACTIVATIONS, NORMS, Array, Blueprint, LayerParts, Norm, U
 
 
 def _window(config: Any, layer: int) -> int:
-    """The window of a layer that the config calls sliding, or of any layer if it does not list their types."""
+    """The window of a layer that the config lists as sliding, or of any layer if it lists no types."""
     types = getattr(config, "layer_types", None)
     if types and types[layer] != "sliding_attention":
         return 0
@@ -35,20 +35,19 @@ def _window(config: Any, layer: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The parts of a class, by attribute paths, and the fields of its config that the pass reads.
+    """The parts of a class, as attribute paths, and the fields of its config that the pass reads.
 
-    The paths up to ``head`` start at the model, the others at a layer. A path or field is "" if the class does not
-    have it.
+    The paths up to ``head`` start at the model, the others at a layer. A path or field is "" if the class lacks it.
 
     Attributes:
         embedding, layers, rotary, norm, head: the token embedding, the list of layers, the module of rotary
             positions, the final norm and the LM head.
         positions: learned position embeddings.
         attention: the attention module, whose ``scaling`` is the factor of the scores.
-        qkv, gate_up: a single linear in place of several.
+        qkv, gate_up: a single linear instead of several.
         query, key, value, output, gate, up, down: linears. Without ``gate``, the feed-forward is activation(up).
         attention_norm, feed_forward_norm: norms of their inputs.
-        attention_post_norm, feed_forward_post_norm: norms of their outputs, before these are added.
+        attention_post_norm, feed_forward_post_norm: norms of their outputs, applied before the outputs are added.
         query_norm, key_norm: RMS norms over each head, or over all heads together.
         norm_offset: constant added to the weights of norms.
         activation, embedding_multiplier, residual_multiplier, logits_divisor, attention_cap, logits_cap: fields of
@@ -107,7 +106,7 @@ _OLMO2 = replace(
     feed_forward_norm="",
     feed_forward_post_norm="post_feedforward_layernorm",
 )
-#: Class of transformers -> spec.
+#: transformers class -> spec.
 REGISTRY: dict[str, Spec] = {
     "LlamaForCausalLM": Spec(),
     "MistralForCausalLM": Spec(),
@@ -161,7 +160,7 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> Spec:
     """
     name = type(model).__name__
     if name not in REGISTRY:
-        raise Unsupported(f"{name} is not among the architectures of the compiled path")
+        raise Unsupported(f"{name} is not an architecture of the compiled path")
     spec = REGISTRY[name]
     activation = getattr(facts.config, spec.activation, None)
     if activation not in ACTIVATIONS:
@@ -170,11 +169,9 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> Spec:
             f"the compiled path supports feed-forwards with {known}; this model has {activation!r}"
         )
     if facts.rope_type:
-        raise Unsupported(f"rotary positions of type {facts.rope_type!r} change with the length of the text")
+        raise Unsupported(f"rotary positions of type {facts.rope_type!r} change with the sequence length")
     if len(set(facts.shapes)) != 1 or None in facts.shapes:
-        raise Unsupported(
-            "the compiled path supports models in which the keys of all layers have the same shape"
-        )
+        raise Unsupported("the compiled path needs the same key shape in all layers")
     if model.training and any("drop" in field and value for field, value in vars(facts.config).items()):
         raise Unsupported("the model is in training mode with dropout; call model.eval()")
     if _global_forward_hooks or _global_forward_pre_hooks:
@@ -184,12 +181,13 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> Spec:
         if active_hooks(module._forward_hooks) or active_hooks(module._forward_pre_hooks):
             raise Unsupported(f"{where} has hooks, which compiled passes would not call")
         if "forward" in vars(module):
-            raise Unsupported(f"{where} has a forward of its own, which compiled passes would not call")
+            raise Unsupported(f"{where} has an overridden forward, which compiled passes would not call")
     return spec
 
 
 def plain(module: nn.Module, path: str, kinds: tuple[type[nn.Module], ...]) -> Any:
-    """The part at a path. Its type must be exactly one of ``kinds``: subclasses may compute something else."""
+    """The part at a path. Its type must be exactly one of ``kinds``, because subclasses may compute something
+    else."""
     part = module.get_submodule(path)
     if type(part) not in kinds:
         name = f"{type(part).__module__}.{type(part).__name__}"
@@ -198,7 +196,7 @@ def plain(module: nn.Module, path: str, kinds: tuple[type[nn.Module], ...]) -> A
 
 
 def embedding_of(model: nn.Module, path: str) -> tuple[torch.Tensor, float]:
-    """Weight (V, hidden) of an embedding, and the factor by which a family's own class scales it (Gemma)."""
+    """Weight (V, hidden) of an embedding, and the scale factor of a family's own class (Gemma)."""
     part: Any = model.get_submodule(path)
     known = isinstance(part, nn.Embedding) and type(part).__module__ == type(model).__module__
     weight = plain(model, path, (type(part) if known else nn.Embedding,)).weight.detach()
@@ -207,7 +205,7 @@ def embedding_of(model: nn.Module, path: str) -> tuple[torch.Tensor, float]:
 
 
 def linear_of(module: nn.Module, path: str) -> Linear:
-    """Weight (out, in) and bias of a linear; the bias is zeros if there is none."""
+    """Weight (out, in) and bias of a linear; zeros without a bias."""
     from transformers.pytorch_utils import Conv1D
 
     linear = plain(module, path, (nn.Linear, Conv1D))
@@ -231,7 +229,8 @@ def norm_of(module: nn.Module, path: str, size: int, offset: float) -> Norm:
 
 def _angles(rotary: Any, kinds: list[str], positions: int) -> Array:
     """Cosine and sine from a model's own module, (tables, positions, R / 2, 2)."""
-    numbers, tables = torch.arange(positions)[None], []
+    numbers = torch.arange(positions)[None]
+    tables = []
     if rotary is None:
         return np.empty((1, positions, 0, 2), np.float32)
     for kind in kinds:
@@ -245,7 +244,9 @@ class _Parts:
     """Reads the parts of one model by its spec."""
 
     def __init__(self, model: nn.Module, facts: ModelFacts) -> None:
-        self.model, self.config, self.spec = model, facts.config, spec_of(model, facts)
+        self.model = model
+        self.config = facts.config
+        self.spec = spec_of(model, facts)
         (shape,) = set(facts.shapes)
         assert shape is not None
         self.key_heads, self.head_size, _ = shape
@@ -253,7 +254,7 @@ class _Parts:
         self.modules = list(model.get_submodule(self.spec.layers).children())
         self.rotary: Any = model.get_submodule(self.spec.rotary) if self.spec.rotary else None
         self.rotary_types = list(getattr(self.rotary, "layer_types", [""]))
-        # The compiled model keeps this function, so it must not refer to the whole model.
+        # The compiled model keeps this function, so it must not reference the whole model.
         self.angles = partial(_angles, self.rotary, self.rotary_types)
         self.rotary_size = 2 * self.angles(1).shape[2]
         self.order = formats.paired(self.head_size, self.rotary_size)
@@ -263,8 +264,10 @@ class _Parts:
         return float((getattr(self.config, name) if name else None) or default)
 
     def layers(self) -> Iterator[LayerParts]:
-        """Make the layers one by one, because their linears may be copies."""
-        spec, config, hidden = self.spec, self.config, int(self.config.hidden_size)
+        """Make the layers one at a time, because their linears may be copies."""
+        spec = self.spec
+        config = self.config
+        hidden = int(self.config.hidden_size)
         for index, layer in enumerate(self.modules):
             norms = {name: norm_of(layer, getattr(spec, name), hidden, spec.norm_offset) for name in NORMS}
             head_norm, joint = self.head_norm(layer)
@@ -283,7 +286,7 @@ class _Parts:
             )
 
     def linears(self, layer: nn.Module) -> dict[str, Any]:
-        """The linears of a layer, joined and reordered as ``LayerParts.linears`` has them."""
+        """The linears of a layer, joined and reordered as in ``LayerParts.linears``."""
         spec, size = self.spec, self.head_size
         if spec.qkv:
             sizes = (self.heads * size, self.key_heads * size, self.key_heads * size)
@@ -313,7 +316,7 @@ class _Parts:
 
 
 def blueprint_of(model: nn.Module, facts: ModelFacts) -> Blueprint:
-    """The parts of a transformers model of a registered class; the blueprint refers to its weights.
+    """The parts of a transformers model of a registered class. The blueprint references its weights.
 
     Raises:
         Unsupported: the model does not match the spec of its class.
@@ -350,5 +353,5 @@ def blueprint_of(model: nn.Module, facts: ModelFacts) -> Blueprint:
     except AttributeError as error:
         name = type(model).__name__
         raise Unsupported(
-            f"{name} is built differently from what the compiled path supports ({error})"
+            f"{name} does not have the structure that the compiled path supports ({error})"
         ) from error

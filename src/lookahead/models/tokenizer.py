@@ -1,15 +1,15 @@
-"""The tokenizer of a GGUF file, built from its metadata with the library ``tokenizers``.
+"""The tokenizer of a GGUF file, built from its metadata with the ``tokenizers`` library.
 
-transformers takes seconds to read the same metadata: it parses the file again, converts the vocabulary through
-several classes, and is slow to import. ``GGUFTokenizer`` has the methods that this library calls, and creates
-transformers' class only if another method is called.
+transformers takes seconds to read the same metadata, because it parses the file again, converts the vocabulary
+through several classes, and is slow to import. ``GGUFTokenizer`` has the methods that this library calls, and creates
+the transformers class only if another method is called.
 
-Two kinds of vocabulary are supported. For others, ``build_tokenizer`` returns None, and transformers reads the file.
+Two kinds of vocabulary are supported. For others, ``build_tokenizer`` returns None and transformers reads the file.
 
 - "gpt2": byte-level BPE. Bytes are written as 256 printable characters (``byte_alphabet``), the file lists the
-  merges, and ``tokenizer.ggml.pre`` names the regular expression that splits a text into pieces before merging.
-- "llama": SentencePiece BPE. A space is written as "▁", unknown characters fall back to bytes, and the merges follow
-  from the vocabulary: every split of a token into two tokens, best token first.
+  merges, and ``tokenizer.ggml.pre`` names the regular expression that splits text into pieces before merging.
+- "llama": SentencePiece BPE. A space is written as "▁", unknown characters fall back to bytes, and the merges are
+  derived from the vocabulary: every split of a token into two tokens, best token first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: Types of tokens in ``tokenizer.ggml.token_type``.
 CONTROL, USER_DEFINED = 3, 4
 
-# Regular expressions that split a text into pieces. A merge never crosses the border of a piece.
+# Regular expressions that split text into pieces. A merge never crosses a piece boundary.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,14 +53,14 @@ PIECES = {
     "deepseek-r1-qwen": QWEN2,
 }
 #: Vocabularies in which every digit is a separate piece, as in llama.cpp and in the models' own tokenizer.json.
-#: transformers' reader lacks this; the results differ for spaces before a digit.
+#: transformers does not do this, so results differ for spaces before a digit.
 DIGITS_APART = ("smollm", "starcoder", "refact")
 
 
 def byte_alphabet() -> dict[int, str]:
     """Byte -> its character in a byte-level vocabulary (GPT-2): itself if it is printable, else one from 256 on.
 
-    65 -> "A", 32 (a space) -> "Ġ", 10 (a line break) -> "Ċ".
+    65 -> "A", 32 (a space) -> "Ġ", 10 (a newline) -> "Ċ".
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -71,12 +71,13 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
     """The tokenizer of a file; None if its kind is not supported here.
 
     Raises:
-        SettingsError: the vocabulary contradicts itself.
+        SettingsError: the vocabulary is inconsistent.
     """
     for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre", "general.architecture"):
         if not isinstance(metadata.get(key, ""), str):
-            raise SettingsError(f"{key} must be a text, got {metadata[key]!r:.60}")
-    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "")
+            raise SettingsError(f"{key} must be a string, got {metadata[key]!r:.60}")
+    kind = metadata.get("tokenizer.ggml.model")
+    pre = metadata.get("tokenizer.ggml.pre", "")
     architecture = metadata.get("general.architecture", "")
     make: Callable[[Mapping[str, Any]], Tokenizer]
     if kind == "gpt2" and pre in PIECES and "tokenizer.ggml.merges" in metadata:
@@ -95,9 +96,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
     except SettingsError:
         raise
     except Exception as error:  # the library tokenizers has no class for its errors
-        raise SettingsError(
-            f"its vocabulary must make a tokenizer, and does not: {first_line(error)}"
-        ) from None
+        raise SettingsError(f"no tokenizer can be built from its vocabulary: {first_line(error)}") from None
     return tokenizer
 
 
@@ -108,11 +107,11 @@ def _check_vocabulary(metadata: Mapping[str, Any]) -> None:
         for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_template")
     )
     if not isinstance(tokens, list):
-        raise SettingsError(f"tokenizer.ggml.tokens must be a list of texts, got {tokens!r:.60}")
+        raise SettingsError(f"tokenizer.ggml.tokens must be a list of strings, got {tokens!r:.60}")
     if not isinstance(merges, list | None):
-        raise SettingsError(f"tokenizer.ggml.merges must be a list of texts, got {merges!r:.60}")
+        raise SettingsError(f"tokenizer.ggml.merges must be a list of strings, got {merges!r:.60}")
     if not isinstance(template, str | None):
-        raise SettingsError(f"tokenizer.chat_template must be a text, got {template!r:.60}")
+        raise SettingsError(f"tokenizer.chat_template must be a string, got {template!r:.60}")
     for key in ("tokenizer.ggml.scores", "tokenizer.ggml.token_type"):
         numbers = np.asarray(metadata.get(key, [0] * len(tokens)))
         if numbers.shape != (len(tokens),) or numbers.dtype.kind not in "iuf":
@@ -131,7 +130,7 @@ def _bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: A
         for pair in merges:
             if not {*pair, "".join(pair)} <= vocabulary.keys():
                 raise SettingsError(
-                    f"each of its merges must join two tokens of the vocabulary to a third, got {pair!r:.80}"
+                    f"each of its merges must join two tokens of the vocabulary into a third, got {pair!r:.80}"
                 ) from None
         raise
 
@@ -165,7 +164,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _gemma(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Gemma's vocabulary: tokens that consist of spaces are stored as real spaces, and its order gives the merges."""
+    """Gemma's vocabulary: tokens of spaces are stored as real spaces, and the vocabulary's order gives the merges."""
     from tokenizers import decoders, normalizers, pre_tokenizers
 
     tokens = [
@@ -193,7 +192,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
     elif "tokenizer.ggml.scores" in metadata:
         merges = merges_of(tokens, metadata["tokenizer.ggml.scores"].tolist())
     else:
-        raise SettingsError("a vocabulary of SentencePiece must have merges or scores, and has none")
+        raise SettingsError("a SentencePiece vocabulary must have merges or scores, and has neither")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = _bpe(vocabulary, merges, fuse_unk=True, byte_fallback=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
@@ -209,7 +208,7 @@ def _given_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges of a vocabulary that lists none: each split of a token into two tokens, best token first.
+    """The merges of a vocabulary without a list of them: each split of a token into two tokens, best token first.
 
     For the tokens "a", "b", "c", "ab", "bc", "abc" with falling scores: a+b, b+c, then ab+c before a+bc (the longer
     left part first).
@@ -222,7 +221,8 @@ def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str,
     merges: list[tuple[str, str]] = []
     best_first = sorted(range(len(tokens)), key=scores.__getitem__, reverse=True)
     for _, group in groupby(best_first, key=scores.__getitem__):
-        start, several = len(merges), False
+        start = len(merges)
+        several = False
         for index in group:
             several = len(merges) > start
             token = tokens[index]
@@ -237,12 +237,13 @@ def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str,
 def _add_whole_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], byte_level: bool) -> None:
     """Add tokens that are never split: control tokens, which decoding may skip, and user-defined tokens.
 
-    In a byte-level vocabulary, tokens are written in the byte alphabet; a control token that is not written in it was
-    marked by mistake.
+    In a byte-level vocabulary, tokens are written in the byte alphabet; a control token outside it was marked by
+    mistake.
     """
     from tokenizers import AddedToken
 
-    tokens, types = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ())
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type", ())
     alphabet = set(byte_alphabet().values())
     control = [
         AddedToken(token, normalized=False, special=True)
@@ -261,7 +262,7 @@ def _add_whole_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], byte_le
 
 
 def _begin_with_bos(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
-    """Put the beginning-of-sequence token before each text if the file says so, or by default for SentencePiece."""
+    """Prepend the beginning-of-sequence token if the file requests it, or by default for SentencePiece."""
     bos = _token(metadata, "bos")
     by_default = metadata["tokenizer.ggml.model"] == "llama"
     if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", by_default):
@@ -278,14 +279,15 @@ def _token(metadata: Mapping[str, Any], name: str) -> str | None:
     """The token of a role: "bos", "eos", "unknown" or "padding"."""
     index = metadata.get(f"tokenizer.ggml.{name}_token_id")
     tokens = metadata["tokenizer.ggml.tokens"]
-    # Some files have -1 as an unsigned number where there is no such token.
+    # Some files write -1 as an unsigned number for a missing token.
     return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
 
 
 class GGUFTokenizer:
-    """A tokenizer with the methods of transformers' class that this library calls.
+    """A tokenizer with the methods of the transformers class that this library calls.
 
-    All others come from ``as_transformers``, transformers' class around the same backend, created on first use.
+    Other methods are delegated to ``as_transformers``, the transformers class around the same backend, created on
+    first use.
 
     Args:
         backend: the result of ``build_tokenizer``.
@@ -294,8 +296,8 @@ class GGUFTokenizer:
     Attributes:
         backend_tokenizer: the tokenizer of the library ``tokenizers``.
         chat_template: the Jinja template; None if the file has none.
-        bos_token, eos_token, unk_token, pad_token: texts of tokens; None for a missing token.
-        eos_token_id: the token that ends a text, or None.
+        bos_token, eos_token, unk_token, pad_token: tokens as strings; None for a missing token.
+        eos_token_id: the token that ends a sequence, or None.
     """
 
     def __init__(self, backend: Tokenizer, metadata: Mapping[str, Any]) -> None:
@@ -307,7 +309,7 @@ class GGUFTokenizer:
         self._add_bos_token = backend.post_processor is not None
 
     def __call__(self, text: Any, add_special_tokens: bool = True, **options: Any) -> Any:
-        """Encode a text; the token ids are ``input_ids`` of the result."""
+        """Encode a string; the token ids are ``input_ids`` of the result."""
         if options or not isinstance(text, str):
             return self.as_transformers(text, add_special_tokens=add_special_tokens, **options)
         ids = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -324,7 +326,7 @@ class GGUFTokenizer:
 
     @cached_property
     def as_transformers(self) -> Any:
-        """transformers' fast tokenizer around the same backend."""
+        """A transformers fast tokenizer around the same backend."""
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast(
@@ -339,12 +341,12 @@ class GGUFTokenizer:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # copying and pickling look for these
+        if name.startswith("_"):  # copy and pickle look these up
             raise AttributeError(name)
         return getattr(self.as_transformers, name)
 
 
 class _Encoding(dict[str, Any]):
-    """Fields by key and as attributes, like transformers' BatchEncoding."""
+    """Fields by key and as attributes, like BatchEncoding of transformers."""
 
     __getattr__ = dict.__getitem__

@@ -1,7 +1,7 @@
 """Lookahead parallelism (paper, section 3.4): the rows of one sequence are evaluated on several devices.
 
-Every rank holds the whole model. Each step's tree is divided into parent-closed shards, one per rank (drawn in
-``shard``). Nothing is exchanged during a forward pass, and only a few kilobytes after it.
+Every rank has the whole model. Each step's tree is divided into parent-closed shards, one per rank (drawn in
+``shard``). Ranks exchange nothing during a forward pass, and only a few kilobytes after it.
 
 Every process runs the same program:
 

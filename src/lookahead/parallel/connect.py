@@ -1,4 +1,4 @@
-"""The start: torchrun's processes find each other and their devices, and check that they hold the same model."""
+"""Start-up: torchrun's processes find each other and their devices, and check that they have the same model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..core import LookaheadError, SettingsError, Target
 from ..core.errors import first_line
 from .wire import Link
 
-#: Seconds of silence after which rank 0 counts another rank as hung; the others end within twice that.
+#: Seconds of silence after which rank 0 considers another rank hung; the others end within twice that.
 TIMEOUT = 120.0
-#: Numbers that ranks can compare at once.
+#: Maximum numbers that ranks compare at once.
 MAX_FACTS = 6
 
 
@@ -31,8 +31,8 @@ class Connections:
         size: R, the number of ranks.
         links: the links by rank: on rank 0 to every other rank, elsewhere to rank 0.
         backend: the backend for rows of logits: "gloo" or "nccl".
-        timeout: seconds of silence after which a rank counts as hung.
-        owns_process_group: whether ``start`` initialised torch.distributed, so that ``close`` takes it down.
+        timeout: seconds of silence after which a rank is considered hung.
+        owns_process_group: whether ``start`` initialized torch.distributed, so that ``close`` shuts it down.
     """
 
     rank: int
@@ -60,10 +60,11 @@ def local_device(device: str | torch.device | None = None) -> str:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if str(device) != "cuda":
         return str(device)
-    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.cuda.device_count()
     if index >= count:
         raise SettingsError(
-            f"every rank needs a GPU of its own, and this machine has {count}, too few for local rank {index}; "
+            f"every rank needs its own GPU, and this machine has {count}, too few for local rank {index}; "
             f"start at most {count} processes per node, or use device 'cpu'"
         )
     return f"cuda:{index}"
@@ -77,7 +78,7 @@ def start(
     Args:
         backend: the backend for rows of logits, "gloo" or "nccl"; by default nccl if it is available and every rank
             has its own GPU, else gloo.
-        timeout: seconds of silence after which a rank counts as hung.
+        timeout: seconds of silence after which a rank is considered hung.
         device: the device of this rank's model, as for ``local_device``.
 
     Raises:
@@ -98,7 +99,9 @@ def start(
         except (RuntimeError, ValueError) as error:
             what = f"the {os.environ['WORLD_SIZE']} ranks did not all appear within {timeout:g} s"
             raise LookaheadError(f"{what}: {first_line(error)}") from error
-    rank, size, own_device = dist.get_rank(), dist.get_world_size(), torch.device(local_device(device))
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    own_device = torch.device(local_device(device))
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)  # nccl uses the current device
     backend = _choose_backend(backend, _gather(_device_id(own_device)))
@@ -109,7 +112,7 @@ def start(
         if rank == 0:
             links[other] = Link(other, pair, timeout, rows)
         elif rank == other:
-            # Twice as long, so that rank 0 detects a silent rank first and this rank still learns which one it is.
+            # Twice as long, so that rank 0 detects a silent rank first and can still report it to this rank.
             links[0] = Link(0, pair, 2 * timeout, rows)
     return Connections(rank, size, links, backend, timeout, owns)
 
@@ -123,7 +126,7 @@ def _device_id(device: torch.device) -> list[int]:
 
 
 def _gather(numbers: list[int]) -> list[list[int]]:
-    """All ranks' numbers, by rank; at most ``MAX_FACTS`` each. Every rank must call it."""
+    """All ranks' numbers, by rank; at most ``MAX_FACTS`` each. Every rank must call this."""
     every = [torch.zeros(1 + MAX_FACTS, dtype=torch.int64) for _ in range(dist.get_world_size())]
     padded = [len(numbers), *numbers, *[0] * (MAX_FACTS - len(numbers))]
     try:
@@ -135,7 +138,7 @@ def _gather(numbers: list[int]) -> list[list[int]]:
 
 
 def _choose_backend(backend: str | None, devices: Sequence[Sequence[int]]) -> str:
-    """The backend for rows of logits, from all ranks' ``_device_id``; the same on every rank."""
+    """The backend for rows of logits, from all ranks' ``_device_id``; the same result on every rank."""
     problems = [
         f"ranks {devices.index(own)} and {rank} share one GPU"
         if own[0]
@@ -144,7 +147,7 @@ def _choose_backend(backend: str | None, devices: Sequence[Sequence[int]]) -> st
         if not own[0] or own in devices[:rank]
     ]
     if backend == "nccl" and problems:
-        what = f"backend 'nccl' needs a GPU of its own for every rank, and {problems[0]}"
+        what = f"backend 'nccl' needs one GPU per rank, and {problems[0]}"
         raise SettingsError(f"{what}; use 'gloo', or start one process per GPU")
     return backend or ("gloo" if problems else "nccl")
 
@@ -161,7 +164,7 @@ def _check_backend(backend: str | None) -> None:
 
 
 def check_same_model(connections: Connections, target: Target, model: Any = None) -> None:
-    """Check that every rank holds the same model on the same type of device; arguments as in ``join``.
+    """Check that every rank has the same model on the same type of device. Arguments as in ``join``.
 
     Raises:
         SettingsError: a rank differs. Raised on every rank; the message names the rank and the differences.
@@ -186,13 +189,13 @@ def check_same_model(connections: Connections, target: Target, model: Any = None
         differ = [name for name, a, b in zip(facts, ours, theirs, strict=True) if a != b]
         if differ:
             raise SettingsError(
-                f"every rank must hold the same model on the same kind of device, and rank {rank} "
+                f"every rank must have the same model on the same type of device, and rank {rank} "
                 f"differs from rank 0 in: {', '.join(differ)}; load the same files with the same settings"
             )
 
 
 def dismiss(connections: Connections) -> None:
-    """End the other ranks: rank 0 calls this instead of ``join`` if there is nothing to decode."""
+    """End the other ranks. Rank 0 calls this instead of ``join`` if there is nothing to decode."""
     _gather([])
     connections.close()
 
@@ -203,7 +206,7 @@ def _checksum(tensors: list[torch.Tensor]) -> int:
     for number, tensor in enumerate(tensors, 1):
         integers: torch.dtype = getattr(torch, f"int{8 * tensor.element_size()}")
         bits = tensor.detach().contiguous().view(-1).view(integers)
-        # The first half is counted once more, so that the order of the weights matters.
+        # Count the first half once more, so that the order of the weights matters.
         both = int(bits.sum(dtype=torch.int64)) * 3 + int(bits[: bits.numel() // 2].sum(dtype=torch.int64))
         total = (total * 31 + both * number) % ((1 << 61) - 1)
     return total

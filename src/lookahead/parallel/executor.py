@@ -1,14 +1,14 @@
 """One rank's part of a step: an inner target, and the accepted tokens whose KV rows it lacks.
 
-A shard is parent-closed, so it holds the first rows of an accepted path, and the rank lacks only the end of the path.
+A shard is parent-closed, so it has the first rows of an accepted path, and the rank lacks only the end of the path.
 In the next step, the missing tokens are evaluated again, as a chain before the root, and committed with it. Example:
 the path r c0 c1 was accepted, c0 and c1 are only in the shard of rank 1, and x is the next root:
 
     rank 0:   committed prefix, r          | c0 c1 | x | its shard below x        c0 and c1 are recomputed
     rank 1:   committed prefix, r, c0, c1  |         x | its shard below x
 
-If the model does not allow this depth (its rotary frequencies change with the length), the missing tokens are first
-evaluated in separate passes.
+If the model does not allow this depth (its rotary frequencies change with the length), the missing tokens are
+evaluated in separate passes first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RankExecutor:
 
     Attributes:
         target: the inner target, which only this executor uses.
-        missing: for each slot, the accepted tokens without KV rows.
+        missing: accepted tokens without KV rows, by slot.
         scores: scores of the last pass, one per sequence; the rows of missing tokens come first.
         checksum: checksum of all accepted tokens in order; equal on all ranks that agree.
         recomputed: number of missing rows evaluated so far.
@@ -47,14 +47,17 @@ class RankExecutor:
     _trees: dict[int, TokenTree] = field(default_factory=dict)
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> Sequence[Scores]:
-        for slot, prompt in prompts:  # before the pass, which may run out of memory: all ranks must agree
+        for (
+            slot,
+            prompt,
+        ) in prompts:  # before the pass, which may run out of memory, because all ranks must agree
             self.missing[slot] = []
             self._update_checksum(slot, prompt)
         self.scores = self.target.prefill(prompts)
         return self.scores
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> Sequence[Scores]:
-        """Evaluate one shard per slot together with the slot's missing rows."""
+        """Evaluate one shard per slot, together with the slot's missing rows."""
         for slot, tree in trees:
             missing = self.missing[slot]
             while missing and len(missing) + max(tree.depths) > self.target.depth_limit(slot):
@@ -64,10 +67,11 @@ class RankExecutor:
         return self.scores
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Commit each slot's accepted tokens, root first, as far as their rows are in the shard."""
+        """Commit each slot's accepted tokens, root first, as far as the shard has their rows."""
         paths = []
         for slot, tokens in accepted:
-            tree, path = self._trees.pop(slot), [0]
+            tree = self._trees.pop(slot)
+            path = [0]
             for token in tokens[1:]:
                 child = tree.child(path[-1], token)
                 if child is None:
@@ -86,7 +90,7 @@ class RankExecutor:
         self.target.release(slot)
 
     def depth_limit(self, slot: int) -> int:
-        """The depth that remains below the root after the missing rows."""
+        """The remaining depth below the root, after the missing rows."""
         return max(0, self.target.depth_limit(slot) - len(self.missing[slot]))
 
     def _recompute(self, slot: int) -> None:
@@ -190,7 +194,7 @@ def _execute(link: Link, executors: dict[int, RankExecutor], message: Message) -
         case "top":
             answer["top"] = as_lists(executor.scores[message["b"]].top(message["rows"], message["k"]))
         case kind:
-            raise AssertionError(f"rank 0 sent {kind!r}, which no rank knows")
+            raise AssertionError(f"rank 0 sent {kind!r}, which is unknown")
     link.send("done", checksum=executor.checksum, **answer)
     if row is not None:
         link.send_row(row)

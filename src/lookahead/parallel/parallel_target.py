@@ -1,7 +1,7 @@
-"""Lookahead parallelism seen from rank 0: a target like any other, evaluated by R ranks.
+"""Lookahead parallelism as seen from rank 0: a target like any other, evaluated by R ranks.
 
 Only rank 0 drafts, verifies, samples, streams and prints. The other ranks evaluate the shards that they receive,
-answer with the argmaxes of the rows that they own, and commit the paths that they receive; so all ranks agree by
+return the argmaxes of the rows that they own, and commit the paths that they receive, so all ranks agree by
 construction.
 """
 
@@ -30,15 +30,15 @@ CHECK_EVERY = 16
 class RemoteScores:
     """The logits of another rank's pass.
 
-    Argmaxes arrive with the step; a row of logits is fetched when it is read. So when tokens are sampled, one row per
-    emitted token is transferred, not the logits of all rows.
+    Argmaxes arrive with the step; a row of logits is fetched when it is read. So sampling transfers one row per
+    emitted token instead of the logits of all rows.
 
     Attributes:
         rank_group, rank: where the logits are.
-        request: fields of requests: ``target``, its number, and ``b``, the index of the sequence in the step.
+        request: fields of a request: ``target``, its number, and ``b``, the index of the sequence in the step.
         argmaxes: argmaxes of the pass's rows; -1 for NaN.
         like: returns a row of rank 0's pass, which has the same type and shape.
-        expired: set by the target's next step: the rank no longer holds these logits.
+        expired: set by the target's next step, after which the rank no longer has these logits.
     """
 
     rank_group: RankGroup
@@ -68,22 +68,22 @@ class RemoteScores:
             return self._ask("top", rows=nodes, k=k)["top"]
 
     def hidden(self, node: int) -> None:
-        """None: hidden states stay on their rank."""
+        """None, because hidden states stay on their rank."""
 
     def _ask(self, kind: str, **fields: Any) -> dict[str, Any]:
         if self.expired:
-            raise LookaheadError("logits can be read until the next step only; read them before it")
+            raise LookaheadError("logits can only be read until the next step; read them earlier")
         self.rank_group.send(self.rank, kind, **self.request, **fields)
         return self.rank_group.receive(self.rank)
 
 
 class ParallelScores:
-    """The scores of a whole tree: each row is read from the rank that owns it. Implements ``lookahead.core.Scores``.
+    """The scores of a whole tree, each row read from the rank that owns it. Implements ``lookahead.core.Scores``.
 
     Args:
         shards: the tree's shards.
         parts: each rank's pass; its last rows are the rank's shard.
-        above: for each rank, the number of rows of its pass that come before the shard.
+        above: number of rows of each rank's pass before the shard.
     """
 
     def __init__(self, shards: Shards, parts: Sequence[Scores], above: Sequence[int]) -> None:
@@ -118,7 +118,7 @@ class ParallelScores:
 
 
 class ParallelTarget:
-    """A target whose trees all ranks of a group evaluate together. Implements ``lookahead.core.Target``.
+    """A target whose trees are evaluated by all ranks of a group. Implements ``lookahead.core.Target``.
 
     Args:
         rank_group: from ``join``.
@@ -127,7 +127,7 @@ class ParallelTarget:
         path, reason, vocabulary: those of the inner targets.
         executor: evaluates rank 0's shards.
         steps: number of forward passes so far.
-        rows_per_rank: for each step, the number of rows of each rank: its shards, and the missing rows that it
+        rows_per_rank: for each step, the number of rows of each rank: its shards and the missing rows that it
             recomputes.
     """
 
@@ -142,19 +142,20 @@ class ParallelTarget:
         self.executor = RankExecutor(inner)
         self.steps = 0
         self.rows_per_rank: list[list[int]] = []
-        #: Per rank and slot, the number of accepted tokens whose KV rows it lacks.
+        #: Number of accepted tokens whose KV rows the rank lacks, by rank and slot.
         self._missing: list[dict[int, int]] = [{} for _ in range(rank_group.connections.size)]
         self._pending: dict[int, tuple[TokenTree, Shards]] = {}
         self._remote: list[list[RemoteScores]] = []
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> Sequence[Scores]:
-        """Every rank evaluates the whole prompts; rank 0's logits are used."""
+        """Every rank evaluates all prompts in full; rank 0's logits are used."""
         with self.rank_group.lock:
             packed = [(slot, list(prompt)) for slot, prompt in prompts]
             self.rank_group.broadcast("prefill", target=self.number, prompts=packed)
             for missing in self._missing:
                 missing.update((slot, 0) for slot, _ in prompts)
-            slots, roots = [slot for slot, _ in prompts], [[1] * len(prompts)] * len(self._missing)
+            slots = [slot for slot, _ in prompts]
+            roots = [[1] * len(prompts)] * len(self._missing)
             (own, *_), _ = self._together(lambda: self.executor.prefill(prompts), slots, roots, whole=True)
             return own
 
@@ -171,7 +172,8 @@ class ParallelTarget:
                 self.rank_group.send(rank, "forward", target=self.number, trees=packed)
             whole = self.steps % CHECK_EVERY == 0
             self.steps += 1
-            slots, sizes = [slot for slot, _ in trees], [[len(part) for _, part in some] for some in parts]
+            slots = [slot for slot, _ in trees]
+            sizes = [[len(part) for _, part in some] for some in parts]
             by_rank, above = self._together(lambda: self.executor.forward(parts[0]), slots, sizes, whole)
             self.rows_per_rank.append(
                 [
@@ -200,7 +202,7 @@ class ParallelTarget:
         with self.rank_group.lock:
             self._pending.pop(slot, None)
             self.executor.release(slot)
-            # If the group has failed, this raises too: a caller must not mistake its error for one sequence's.
+            # If the group has failed, this raises too, so that its error is not mistaken for one sequence's.
             self.rank_group.broadcast("release", target=self.number, slot=slot)
 
     def depth_limit(self, slot: int) -> int:
@@ -219,7 +221,7 @@ class ParallelTarget:
             evaluate: rank 0's part.
             slots: the slots of the sequences.
             sizes: for each rank and sequence, the number of rows in the shard.
-            whole: whether to compare whole rows of logits, not only argmaxes.
+            whole: whether to compare whole rows of logits, not just argmaxes.
 
         Returns:
             for each rank and sequence, the pass, and the number of missing rows before the shard.
@@ -242,15 +244,15 @@ class ParallelTarget:
             elif answer["checksum"] != self.executor.checksum:
                 raise self._diverged(
                     rank,
-                    f"holds other tokens than rank 0 after {self.steps} steps, so decoding cannot continue; "
-                    "what was emitted up to the previous step is correct",
+                    f"has other tokens than rank 0 after {self.steps} steps, so decoding cannot continue; "
+                    "the output up to the previous step is correct",
                 )
         if problem is not None:
             raise problem
         above = [[len(self.executor.missing[slot]) for slot in slots]]
         self._remote = []
         for (rank, answer), rows in zip(answers.items(), sizes[1:], strict=True):
-            # A rank that recomputed missing rows in a separate pass holds fewer of them here.
+            # A rank that recomputed missing rows in a separate pass has fewer of them here.
             above.append([len(best) - size for best, size in zip(answer["best"], rows, strict=True)])
             passes = []
             for b, best in enumerate(answer["best"]):
@@ -263,12 +265,14 @@ class ParallelTarget:
         return [own, *self._remote], above
 
     def _check_root(self, own: Scores, remote: RemoteScores, row: int, root: int, whole: bool) -> None:
-        """Compare the root, which every rank evaluates; end the group if it differs by more than rounding.
+        """Compare the root, which every rank evaluates. End the group if it differs by more than rounding.
 
-        If the argmaxes differ, and always with ``whole``, whole rows are compared, which distinguishes a near tie
-        from damage.
+        If the argmaxes differ, and always with ``whole``, whole rows are compared, which tells a near tie from
+        damage.
         """
-        problem, a, b = "", best_or_nan(own, row), remote.argmaxes[root]
+        problem = ""
+        a = best_or_nan(own, row)
+        b = remote.argmaxes[root]
         if (a < 0) != (b < 0):  # NaN on both ranks raises an error when the row is read
             problem = "NaN on one of them"
         elif a >= 0 and (whole or a != b):
@@ -276,7 +280,7 @@ class ParallelTarget:
         if problem:
             raise self._diverged(
                 remote.rank,
-                f"computes other logits than rank 0 for the same token after {self.steps} steps "
+                f"computes different logits from rank 0 for the same token after {self.steps} steps "
                 f"({problem}): its cache or its weights are damaged, or its arithmetic differs",
             )
 

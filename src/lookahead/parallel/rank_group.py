@@ -1,4 +1,4 @@
-"""All ranks, seen from rank 0: sending, receiving, heartbeats, and ending together."""
+"""All ranks as seen from rank 0: sending, receiving, heartbeats, and joint shutdown."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .wire import Message, RankError
 
 #: Seconds to wait until each rank has received the reason why all ranks end.
 SHUTDOWN_TIMEOUT = 5.0
-#: Compares two ranks' logits of one row, (V,) each: what is wrong if they are too far apart, else "".
+#: Compares two ranks' logits of one row, (V,) each. Returns what is wrong if they are too far apart, else "".
 Differ = Callable[[torch.Tensor, torch.Tensor], str]
 
 
 def any_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str:
-    """The comparison for targets that compute the same bits on every rank."""
+    """The comparison for targets that are bit-identical on every rank."""
     return "" if torch.equal(ours, theirs) else "they are not equal"
 
 
 class RankGroup:
-    """All ranks, represented on rank 0. Made by ``join``, with its arguments.
+    """All ranks, represented on rank 0. Created by ``join``, with its arguments.
 
-    Several ``ParallelTarget`` objects may share a group, in several threads; only one step is evaluated at a time.
+    Several ``ParallelTarget`` objects, also in several threads, may share a group; one step is evaluated at a time.
 
     Attributes:
         lock: held while the other ranks work.
@@ -40,12 +40,14 @@ class RankGroup:
     """
 
     def __init__(self, make_target: Callable[[], Target], connections: Connections, differ: Differ) -> None:
-        self.make_target, self.connections, self.differ = make_target, connections, differ
+        self.make_target = make_target
+        self.connections = connections
+        self.differ = differ
         self.lock = threading.RLock()
         self.error: RankError | None = None
         self._numbers = count(1)
-        # Numbers of garbage-collected targets. They are sent with the next message, because a finaliser may run at
-        # any moment, even during a message.
+        # Numbers of garbage-collected targets, sent with the next message, because a finalizer may run at any moment,
+        # even during a message.
         self._retired: deque[int] = deque()
         self._closed = threading.Event()
         threading.Thread(target=self._send_heartbeats, daemon=True, name="lookahead-heartbeat").start()
@@ -57,7 +59,7 @@ class RankGroup:
         return sum(link.exchanged for link in self.connections.links.values())
 
     def register(self, target: object) -> int:
-        """A number for a new target in messages. The other ranks free their targets once it is garbage-collected."""
+        """A number for a new target in messages. The other ranks free their targets when it is garbage-collected."""
         if self._closed.is_set():
             raise RankError(0, "this group is closed and its ranks have ended; join again")
         number = next(self._numbers)
@@ -89,12 +91,12 @@ class RankGroup:
         return answer
 
     def receive_row(self, rank: int, like: torch.Tensor) -> torch.Tensor:
-        """Receive a row of logits requested from a rank; shape, dtype and device are those of ``like``."""
+        """Receive a row of logits requested from a rank, with the shape, dtype and device of ``like``."""
         with self._failing_together():
             return self.connections.links[rank].receive_row(like)
 
     def fail(self, error: RankError) -> RankError:
-        """End the group with an error: keep it and send it to every rank that can still be reached."""
+        """End the group with an error. Keep it, and send it to every rank that can still be reached."""
         if self.error is None:
             self.error = error
             for rank, link in self.connections.links.items():
@@ -107,7 +109,7 @@ class RankGroup:
         return self.error
 
     def close(self) -> None:
-        """Let the other ranks end: their processes exit with ``SystemExit(0)``."""
+        """End the other ranks. Their processes exit with ``SystemExit(0)``."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -126,7 +128,7 @@ class RankGroup:
             raise self.fail(error) from error.__cause__
 
     def _send_heartbeats(self) -> None:
-        """Tell the other ranks that rank 0 is alive while there are no other messages."""
+        """Tell the other ranks that rank 0 is alive while no other messages are sent."""
         while not self._closed.wait(self.connections.timeout / 3):
             if self.lock.acquire(blocking=False):
                 try:
@@ -145,18 +147,18 @@ def join(
     model: Any = None,
     differ: Differ = any_difference,
 ) -> RankGroup:
-    """Join all ranks. On rank 0 this returns the group; the other ranks work for it until it ends.
+    """Join all ranks. Rank 0 gets the group; the other ranks serve it until it ends.
 
-    Then they exit with ``SystemExit(0)``, so the function returns only on rank 0.
+    Then they exit with ``SystemExit(0)``, so this function returns only on rank 0.
 
     Args:
         make_target: makes a fresh inner target on this rank's model.
         connections: from ``start``.
-        model: the torch module behind the targets; None takes their attribute ``model``.
-        differ: compares two ranks' logits of one token, shape (V,) each, and returns what is wrong, or "".
+        model: the torch module behind the targets; None for their attribute ``model``.
+        differ: compares two ranks' logits of one token, (V,) each, and returns what is wrong, or "".
 
     Raises:
-        SettingsError: the ranks do not hold the same model.
+        SettingsError: the ranks do not have the same model.
         RankError: raised on the other ranks; it names the rank that died, hangs or failed.
     """
     check_same_model(connections, make_target(), model)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from ..core import LookaheadError
 from ..core.errors import first_line
 
-#: Bytes of a message's first tensor, and of the length at its beginning.
+#: Bytes of a message's first tensor, and of the length that it begins with.
 FRAME = 4096
 HEAD = 8
 
@@ -46,7 +46,7 @@ class RankError(LookaheadError):
 
 
 class DivergenceError(RankError):
-    """A rank holds other tokens or computes other logits than rank 0."""
+    """A rank has other tokens or computes other logits than rank 0."""
 
 
 class Link:
@@ -55,7 +55,7 @@ class Link:
     Args:
         peer: the rank at the other end.
         group: gloo process group of this pair.
-        timeout: seconds after which a silent peer counts as hung.
+        timeout: seconds after which a silent peer is considered hung.
         rows: process group for rows of logits on a device (nccl); None to send them through gloo.
 
     Attributes:
@@ -63,14 +63,17 @@ class Link:
     """
 
     def __init__(self, peer: int, group: Any, timeout: float, rows: Any = None) -> None:
-        self.peer, self.timeout, self.exchanged = peer, timeout, 0
-        self._group, self._rows = group, rows
+        self.peer = peer
+        self.timeout = timeout
+        self.exchanged = 0
+        self._group = group
+        self._rows = rows
         self._in_flight: list[tuple[Any, torch.Tensor]] = []
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message without waiting until the peer receives it; at most one message is in flight."""
         self.flush()
-        # ``int`` converts token ids that are another library's integers.
+        # ``int`` converts token ids of another library's integer types.
         data = json.dumps({"kind": kind, **fields}, separators=(",", ":"), default=int).encode()
         data = (len(data).to_bytes(HEAD, "little") + data).ljust(FRAME, b"\0")
         for part in filter(None, (data[:FRAME], data[FRAME:])):
@@ -100,7 +103,7 @@ class Link:
             return self._receive_bytes(like.nbytes).view(like.dtype).to(like.device)
         row = torch.empty_like(like)
         work: Any = dist.irecv(row, self.peer, group=self._rows)
-        # If the peer dies now, the device would wait forever; so the host polls until the timeout.
+        # If the peer died now, the device would wait forever, so the host polls until the timeout.
         end = monotonic() + self.timeout
         while not work.is_completed():
             if monotonic() > end:
@@ -111,7 +114,7 @@ class Link:
         return row
 
     def flush(self, within: float | None = None) -> None:
-        """Wait until the peer has received everything sent, for at most ``within`` seconds (default: ``timeout``)."""
+        """Wait until the peer has received everything, for at most ``within`` seconds (default: ``timeout``)."""
         with self._naming_the_peer():
             for work, _ in self._in_flight:
                 work.wait(timedelta(seconds=within if within is not None else self.timeout))

@@ -1,8 +1,8 @@
-"""An OpenAI-compatible server: HTTP on one side, one engine for all requests on the other.
+"""An OpenAI-compatible server: HTTP in front of one engine that serves all requests.
 
-The path of a request: ``gate`` (key, limits, log) -> ``app`` (routes; ``protocol`` has checked the fields) ->
+The path of a request: ``gate`` (key, limits, log) -> ``app`` (routes; ``protocol`` validates the fields) ->
 ``prepare`` (a ``core.Request`` for each completion) -> ``engine_thread`` (one thread that drives the engine) ->
-``core.loop`` -> ``responses`` (updates turned into the API's objects). ``service`` loads the model.
+``core.loop`` -> ``responses`` (converts updates to API objects). ``service`` loads the model.
 
-FastAPI, uvicorn, pydantic-settings and prometheus-client come with ``pip install '.[serve]'``.
+Install FastAPI, uvicorn, pydantic-settings and prometheus-client with ``pip install '.[serve]'``.
 """

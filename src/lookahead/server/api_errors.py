@@ -1,4 +1,4 @@
-"""Errors in the form of OpenAI's API: refusals, HTTP statuses, and the bodies of responses."""
+"""Errors in OpenAI's format: rejections, HTTP statuses, and response bodies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class Refused(LookaheadError):
-    """The server has refused a request or ended it.
+    """The server rejected a request or ended it.
 
     Attributes:
         status: the HTTP status.
         code: the error code of the API.
-        retry_after: seconds after which the client may try again, or None.
+        retry_after: seconds after which the client may retry, or None.
     """
 
     def __init__(self, message: str, status: int, code: str, retry_after: int | None = None) -> None:
@@ -41,7 +41,7 @@ def status_of(error: LookaheadError) -> tuple[int, str | None]:
 def error_body(
     message: str, status: int, code: str | None = None, param: str | None = None
 ) -> dict[str, Any]:
-    """An error in OpenAI's form."""
+    """An error in OpenAI's format."""
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -53,7 +53,7 @@ def error_response(
     param: str | None = None,
     retry_after: int | None = None,
 ) -> Response:
-    """An error in OpenAI's form, as a response."""
+    """An error in OpenAI's format, as a response."""
     headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, answers whole or streamed, and errors in OpenAI's form.
+"""The HTTP application: routes, whole or streamed responses, and errors in OpenAI's format.
 
 app = create_app(Settings.read())      # ASGI, for any server
 serve(Settings.read())                 # until SIGTERM or SIGINT
@@ -43,7 +43,7 @@ from .service import Server
 from .settings import Settings
 from .tools import messages_of
 
-#: The body of each path, to name the field that was probably meant by an unknown one.
+#: The request body of each path, for suggestions when a field is unknown.
 REQUESTS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
@@ -63,7 +63,7 @@ async def _refused(request: Request, error: Any) -> Response:
 
 
 async def _invalid(request: Request, error: Any) -> Response:
-    """Status 400 for a body that does not match the endpoint; the message names the field."""
+    """Status 400 for a body that does not match the endpoint. The message names the field."""
     problems = error.errors()
     sent = request.headers.get("content-type", "").partition(";")[0]
     if sent != "application/json" or any(problem["type"] == "json_invalid" for problem in problems):
@@ -96,12 +96,12 @@ async def _http_error(request: Request, error: Any) -> Response:
 async def _answer(
     server: Server, request: Request, body: Generating, prepare: Callable[[], Answer]
 ) -> Response:
-    """Decode what ``prepare`` makes in a worker thread, and answer the request as updates arrive."""
+    """Run ``prepare`` in a worker thread, submit its requests, and respond as updates arrive."""
     server.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise SettingsError("stream_options: needs stream")
     if body.lookahead is not None and body.lookahead.trace and not body.stream:
-        raise SettingsError("lookahead.trace: needs stream, whose chunks show the trees")
+        raise SettingsError("lookahead.trace: needs stream, because the trees are sent in chunks")
     queue: asyncio.Queue[Update] = asyncio.Queue()
     here = asyncio.get_running_loop()
 
@@ -130,14 +130,14 @@ async def _answer(
 
 
 async def _watch(server: Server, request: Request, answer: Answer) -> None:
-    """End the sequences when their client disconnects."""
+    """End the sequences when the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     server.loop.cancel(answer.sequences)
 
 
 async def _updates(queue: asyncio.Queue[Update], answer: Answer) -> AsyncIterator[Update]:
-    """Updates until every sequence of an answer has ended.
+    """Yield updates until every sequence of an answer has ended.
 
     Raises:
         LookaheadError: the error that ended one of the sequences.
@@ -148,7 +148,7 @@ async def _updates(queue: asyncio.Queue[Update], answer: Answer) -> AsyncIterato
         if update.result is not None:
             update.result.checked()
             if update.result.finish_reason == "cancelled":
-                raise Refused("the client went away", GONE, "cancelled")
+                raise Refused("the client disconnected", GONE, "cancelled")
             left -= 1
         yield update
 
@@ -175,7 +175,7 @@ async def _stream(
 
 
 def _close(server: Server, answer: Answer, record: dict[str, Any]) -> None:
-    """End what still runs, and complete the record of the log."""
+    """End sequences that still run, and complete the log record."""
     server.loop.cancel(answer.sequences)
     usage = answer.usage()
     record |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
@@ -185,11 +185,11 @@ def _close(server: Server, answer: Answer, record: dict[str, Any]) -> None:
 
 
 def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: bool = False) -> FastAPI:
-    """The ASGI application; its lifespan starts and ends the loop.
+    """The ASGI application. Its lifespan starts and ends the loop.
 
     Args:
         settings: the server's settings.
-        load: loads the model; None loads the model that the settings name.
+        load: loads the model; None loads the model named in the settings.
         wait: whether the lifespan waits for the model. Otherwise /health answers 503 until the model is ready.
     """
     server = Server(settings, load)
@@ -205,6 +205,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
         server.loop.stop()
         await asyncio.to_thread(server.loop.join)
 
+    # The application and its error handlers.
     app = FastAPI(title="lookahead", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
     for kind, handler in (
@@ -214,6 +215,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
     ):
         app.add_exception_handler(kind, handler)
 
+    # Generation.
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _answer(server, request, body, lambda: server.ready.completion(body))
@@ -241,6 +243,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
         server.check_model(name)
         return described()
 
+    # Operations.
     @app.get("/health")
     async def health() -> Response:
         if server.loop.ready:
@@ -255,6 +258,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
+    # Tokens.
     @app.post("/tokenize")
     def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         server.check_model(body.model)
@@ -274,13 +278,14 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
         if outside is not None:
             raise SettingsError(f"tokens: must be below {llm.vocabulary}, got {outside}")
         if llm.tokenizer is None:
-            raise SettingsError(f"tokens: a text needs a tokenizer, and {llm.tokenizer_error}")
+            raise SettingsError(f"tokens: detokenizing needs a tokenizer, and {llm.tokenizer_error}")
         return {"prompt": llm.tokenizer.decode(body.tokens)}
 
     @app.get("/")
     async def page() -> Response:
         return Response(PAGE.read_bytes(), media_type="text/html; charset=utf-8")
 
+    # Middleware; the routes are known by now.
     routes = {str(getattr(route, "path", "")) for route in app.routes}
     app.add_middleware(
         Gate, settings=settings, metrics=server.metrics, ready=lambda: server.loop.ready, routes=routes
@@ -293,11 +298,12 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
 
 
 class _Uvicorn(uvicorn.Server):
-    """Stops the loop first at shutdown, so that streams end properly."""
+    """Stops the loop first on shutdown, so that streams end properly."""
 
     def __init__(self, config: uvicorn.Config, loop: Loop, seconds: float) -> None:
         super().__init__(config)
-        self._loop, self._seconds = loop, seconds
+        self._loop = loop
+        self._seconds = seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop.stop(self._seconds)
@@ -309,7 +315,7 @@ def serve(settings: Settings, say: Callable[[str], None] = lambda line: None) ->
 
     Args:
         settings: the server's settings.
-        say: receives a line before the model is loaded, and one when the server answers requests.
+        say: receives a line before the model is loaded, and one when the server is ready.
 
     Raises:
         SettingsError: the address is not free, or the model cannot be loaded.
@@ -324,7 +330,7 @@ def serve(settings: Settings, say: Callable[[str], None] = lambda line: None) ->
         ) from None
     app = create_app(settings)
     server: Server = app.state.server
-    # Clients close idle connections after 5 s. With the same limit, the server might close one while a client is
+    # Clients close idle connections after 5 s. With the same limit, the server could close one while a client is
     # sending.
     config = uvicorn.Config(
         app,

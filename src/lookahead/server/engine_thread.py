@@ -1,6 +1,6 @@
-"""The thread that drives the engine: it adds requests, ends overdue sequences, and delivers the updates of each step.
+"""The thread that drives the engine. It adds requests, ends overdue sequences, and delivers the updates of each step.
 
-This module knows nothing about HTTP. ``submit`` and ``cancel`` may be called from any thread.
+This module is independent of HTTP. ``submit`` and ``cancel`` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Loop:
     Args:
         load: loads the model; called on the thread.
         settings, metrics: the server's settings and metrics.
-        failed: called on the thread when the model cannot be loaded, or the loop fails.
+        failed: called on the thread when the model cannot be loaded or the loop fails.
         started: called on the thread when the model is ready.
     """
 
@@ -38,8 +38,11 @@ class Loop:
         failed: Callable[[], None] = lambda: None,
         started: Callable[[], None] = lambda: None,
     ) -> None:
-        self._load, self._settings, self._metrics = load, settings, metrics
-        self._failed, self._started = failed, started
+        self._load = load
+        self._settings = settings
+        self._metrics = metrics
+        self._failed = failed
+        self._started = started
         self._wake = threading.Condition()
         self._stop_at: float | None = None
         self.engine: Engine | None = None
@@ -57,11 +60,11 @@ class Loop:
         return (self.engine.running, self.engine.waiting) if self.engine is not None else (0, 0)
 
     def start(self) -> None:
-        """Load the model and begin, in the background."""
+        """Load the model and start serving, in the background."""
         self._thread.start()
 
     def submit(self, requests: abc.Sequence[Request], deliver: Callable[[Update], None]) -> list[Sequence]:
-        """Submit requests to the engine, all of them or none.
+        """Submit requests to the engine, all or none.
 
         Args:
             requests: what to decode.
@@ -92,7 +95,7 @@ class Loop:
             return sequences
 
     def cancel(self, sequences: abc.Iterable[Sequence]) -> None:
-        """End sequences whose client is gone. Their slots are free in the next step."""
+        """End sequences whose client has disconnected. Their slots are free in the next step."""
         for sequence in sequences:
             if self.engine is not None:
                 self.engine.cancel(sequence)
@@ -105,7 +108,7 @@ class Loop:
             self._wake.notify()
 
     def join(self) -> None:
-        """Wait for the end of the thread, after ``stop``."""
+        """Wait for the thread to end, after ``stop``."""
         self._thread.join()
 
     # ------------------------------------------------------------------------------- on the thread
@@ -128,7 +131,7 @@ class Loop:
             self._failed()
 
     def _wait_for_work(self, engine: Engine) -> bool:
-        """Sleep until there is something to decode. Returns False once the loop must end."""
+        """Sleep until there is something to decode. Returns False when the loop must end."""
         with self._wake:
             while not engine.busy:
                 if self._stop_at is not None:
@@ -152,7 +155,7 @@ class Loop:
         self._metrics.held(tokens, *self.load_state)
 
     def _end_late(self, engine: Engine) -> None:
-        """End sequences past their deadline, and all of them when the time for shutting down is over."""
+        """End sequences past their deadline, and all sequences when the shutdown grace period is over."""
         now = monotonic()
         over = self._stop_at is not None and now >= self._stop_at
         for sequence in engine.sequences:
@@ -168,7 +171,7 @@ class Loop:
         deliver: Callable[[Update], None] = update.sequence.request.tag
         try:
             deliver(update)
-        except RuntimeError:  # the event loop of the client is closed
+        except RuntimeError:  # the event loop that serves the client is closed
             engine.cancel(update.sequence)
 
     @staticmethod

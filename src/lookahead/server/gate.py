@@ -1,4 +1,4 @@
-"""Middleware for every HTTP request: request id, API key, size of the body, and a log line at the end."""
+"""Middleware for every HTTP request: request id, API key, body size limit, and a log line at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Gate:
     Args:
         app: the application behind it.
         settings: the server's settings.
-        metrics: counts the answers.
+        metrics: counts the responses.
         ready: whether the model is loaded.
         routes: paths with separate counters.
     """
@@ -38,7 +38,10 @@ class Gate:
     def __init__(
         self, app: ASGIApp, settings: Settings, metrics: Metrics, ready: Callable[[], bool], routes: set[str]
     ) -> None:
-        self._app, self._settings, self._metrics, self._ready = app, settings, metrics, ready
+        self._app = app
+        self._settings = settings
+        self._metrics = metrics
+        self._ready = ready
         self._routes = routes
         key = settings.api_key
         self._key = b"Bearer " + key.encode() if key is not None else None
@@ -50,7 +53,9 @@ class Gate:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         name = given if 0 < len(given) <= 64 and given.isascii() and given.isprintable() else uuid.uuid4().hex
-        begin, status, size = monotonic(), 0, 0
+        begin = monotonic()
+        status = 0
+        size = 0
         record: dict[str, Any] = {}
         scope.setdefault("state", {})["record"] = record
 
@@ -69,6 +74,7 @@ class Gate:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", name.encode())]
             await send(message)
 
+        # Respond, then count and log the request, whatever happened.
         try:
             refusal = self._refusal(scope["path"], headers)
             await (refusal if refusal is not None else self._app)(scope, counted, answered)
@@ -82,13 +88,13 @@ class Gate:
             path = scope["path"] if scope["path"] in self._routes else "other"
             self._metrics.http.labels(path, str(status or 499)).inc()
             line = {"id": name, "method": scope["method"], "path": path, "status": status or 499}
-            if path not in OPEN:  # monitoring requests these every few seconds
+            if path not in OPEN:  # monitoring polls these every few seconds
                 log.info(
                     "request", extra={"record": line | {"seconds": round(monotonic() - begin, 4)} | record}
                 )
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Response | None:
-        """The response that refuses a request, decided without reading its body; None to accept the request."""
+        """The response that rejects a request, decided without reading its body; None to accept it."""
         if path in OPEN:
             return None
         given = headers.get(b"authorization", b"")
@@ -121,5 +127,6 @@ def log_to_stderr() -> None:
     handler.setFormatter(JsonLines())
     for name, level in (("lookahead.server", logging.INFO), ("uvicorn", logging.WARNING)):
         logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
+        logger.handlers = [handler]
+        logger.propagate = False
         logger.setLevel(level)

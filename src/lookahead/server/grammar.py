@@ -1,7 +1,7 @@
-"""Answers in a required form: JSON, JSON that follows a schema, or a tool call. Needs the extra ``[grammar]``.
+"""Constrained output: JSON, JSON that follows a schema, or a tool call. Needs the extra ``[grammar]``.
 
-The grammar is applied once for each emitted token, under its true prefix, before temperature and the other filters.
-It is an ordinary logits processor, so drafting works with it.
+The grammar is applied once per emitted token, after its true prefix, before temperature and the other filters. It is
+an ordinary logits processor, so drafting works with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..core import SettingsError
 if TYPE_CHECKING:
     from ..llm import LLM
 
-#: No line breaks and no runs of spaces, which a small model might repeat forever.
+#: No line breaks or runs of spaces, which a small model might repeat forever.
 COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -43,11 +43,11 @@ class Grammars:
         tokenizer = getattr(self._llm.tokenizer, "as_transformers", self._llm.tokenizer)
         try:
             return from_tokenizer(tokenizer, n_vocab=self._llm.vocabulary, eos_token=sorted(self._llm.eos))
-        except Exception as error:  # llguidance cannot read every tokenizer
+        except Exception as error:  # llguidance does not support every tokenizer
             raise SettingsError(f"response_format cannot be used with this tokenizer: {error}") from None
 
     def json(self, schema: dict[str, Any], param: str) -> JsonProcess:
-        """A logits processor that restricts one text to JSON that follows a schema.
+        """A logits processor that restricts one completion to JSON that follows a schema.
 
         Raises:
             SettingsError: llguidance does not support the schema; ``param`` names its field.
@@ -66,10 +66,11 @@ class Grammars:
 
 
 class JsonProcess:
-    """A logits processor that follows one text token by token."""
+    """A logits processor that follows one completion token by token."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
+        self._matcher = matcher
+        self._vocabulary = vocabulary
         self._seen: int | None = None
 
     def __call__(self, ids: Any, scores: Any) -> Any:

@@ -11,7 +11,7 @@ from ..core import Choose, Scores, TokenTree
 
 @dataclass(frozen=True, slots=True)
 class TokenLogProb:
-    """The log-probability of one token, and the k most likely tokens with theirs."""
+    """The log-probability of one token, and the k most likely tokens with their own."""
 
     token: int
     logprob: float
@@ -19,15 +19,16 @@ class TokenLogProb:
 
 
 class LogProbs(Choose):
-    """A chooser that records the log-probabilities of the tokens that another chooser chooses.
+    """A chooser that records the log-probabilities of another chooser's tokens.
 
     Attributes:
-        tokens: an entry for each token of the text.
-        prompt: an entry for each token of the prompt but the first.
+        tokens: an entry for each token of the completion.
+        prompt: an entry for each token of the prompt except the first.
     """
 
     def __init__(self, inner: Choose, k: int) -> None:
-        self._inner, self._k = inner, k
+        self._inner = inner
+        self._k = k
         self.tokens: list[TokenLogProb] = []
         self.prompt: list[TokenLogProb] = []
 

@@ -31,29 +31,31 @@ class Metrics:
         def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"lookahead_{name}", help, registry=registry, buckets=buckets)
 
-        self.http = counter("http_requests", "HTTP answers by route and status", "route", "status")
-        self.success = counter("request_success", "Texts by finish reason", "finished_reason")
-        self.running = gauge("num_requests_running", "Texts being decoded")
-        self.waiting = gauge("num_requests_waiting", "Texts waiting for a slot")
+        self.http = counter("http_requests", "HTTP responses by route and status", "route", "status")
+        self.success = counter("request_success", "Completions by finish reason", "finished_reason")
+        self.running = gauge("num_requests_running", "Sequences being decoded")
+        self.waiting = gauge("num_requests_waiting", "Sequences waiting for a slot")
         self.first = histogram("time_to_first_token_seconds", "From arrival to the first token", SECONDS)
         self.each = histogram(
-            "time_per_output_token_seconds", "Mean time per token of a text, without the first token", SECONDS
+            "time_per_output_token_seconds",
+            "Mean time per token of a completion, without the first token",
+            SECONDS,
         )
         self.whole = histogram("e2e_request_latency_seconds", "From arrival to the last token", SECONDS)
-        self.prompt = counter("prompt_tokens", "Tokens of prompts")
-        self.cached = counter("prefix_cache_hits", "Tokens of prompts whose keys and values were reused")
+        self.prompt = counter("prompt_tokens", "Prompt tokens")
+        self.cached = counter("prefix_cache_hits", "Prompt tokens whose keys and values were reused")
         self.generated = counter("generation_tokens", "Tokens emitted")
-        self.drafts = counter("spec_decode_num_drafts", "Steps with drafted tokens")
-        self.drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens")
-        self.accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted")
+        self.drafts = counter("spec_decode_num_drafts", "Steps with draft tokens")
+        self.drafted = counter("spec_decode_num_draft_tokens", "Draft tokens")
+        self.accepted = counter("spec_decode_num_accepted_tokens", "Accepted draft tokens")
         self.by_position = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position in the draft", "position"
         )
         self.rows = histogram("rows_per_step", "Rows of all trees in a forward pass", ROWS)
         self.step = histogram(
-            "step_seconds", "Wall time of a forward pass, including drafting and verification", SECONDS
+            "step_seconds", "Wall-clock time of a forward pass, including drafting and verification", SECONDS
         )
-        self.cache = gauge("kv_cache_tokens", "Tokens of running texts whose keys and values are held")
+        self.cache = gauge("kv_cache_tokens", "Cached tokens of running sequences")
 
     def stepped(self, updates: abc.Sequence[Update], seconds: float) -> None:
         """Count a forward pass and its wall-clock time, including drafting and verification."""
@@ -64,14 +66,16 @@ class Metrics:
         self.generated.inc(sum(len(update.tokens) for update in updates))
 
     def held(self, tokens: int, running: int, waiting: int) -> None:
-        """Set the gauges: tokens whose keys and values are held, running sequences, waiting sequences."""
+        """Set the gauges: cached tokens of running sequences, running sequences, waiting sequences."""
         self.cache.set(tokens)
         self.running.set(running)
         self.waiting.set(waiting)
 
     def ended(self, sequence: Sequence, result: Result) -> None:
         """Count a finished sequence."""
-        now, stats, first = monotonic(), result.stats, sequence.first_token
+        now = monotonic()
+        stats = result.stats
+        first = sequence.first_token
         self.success.labels(result.finish_reason).inc()
         self.whole.observe(now - sequence.added)
         self.prompt.inc(stats.prompt_tokens if stats.seconds["prefill"] else 0)
@@ -95,7 +99,7 @@ class Metrics:
 
 
 def speculation(stats: Stats) -> dict[str, Any]:
-    """The statistics of one text under vLLM's names; the mean counts the bonus token."""
+    """The statistics of one completion under vLLM's names; the mean includes the bonus token."""
     return {
         "mean_acceptance_length": round(stats.compression_ratio, 4),
         "draft_acceptance_rate": round(stats.acceptance_rate, 4),

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class Predicted:
-    """Compares a text with its prediction.
+    """Compares a completion with its prediction.
 
-    A token counts if it was drafted, was accepted, and is the next token of the prediction. After a difference, the
-    comparison continues where the prediction contains the last two tokens of the text.
+    A token counts if it was drafted, was accepted, and is the next token of the prediction. After a mismatch, the
+    comparison resumes where the prediction contains the last two tokens of the completion.
 
     Attributes:
         tokens: the prediction's tokens.
@@ -17,8 +17,10 @@ class Predicted:
     """
 
     def __init__(self, tokens: list[int]) -> None:
-        self.tokens, self.accepted = tokens, 0
-        self._next, self._last = 0, -1
+        self.tokens = tokens
+        self.accepted = 0
+        self._next = 0
+        self._last = -1
         self._after: dict[tuple[int, int], list[int]] = {}
         for index in range(2, len(tokens) + 1):
             self._after.setdefault((tokens[index - 2], tokens[index - 1]), []).append(index)

@@ -1,4 +1,4 @@
-"""Turns a checked HTTP request into requests of the engine, one for each completion, and the answer to fill."""
+"""Turns a validated HTTP request into engine requests, one per completion, and the answer to fill."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .responses import Answer, ChatAnswer, CompletionAnswer
 from .settings import Settings
 from .tools import demanded, messages_of, offered, with_tools
 
-#: Tokens of the longest text, if --max-model-len is not given and the model allows more.
+#: Maximum sequence length in tokens, if --max-model-len is not given and the model allows more.
 DEFAULT_LENGTH = 4096
 
 
 class Preparer:
-    """Turns HTTP requests into requests of the engine.
+    """Turns HTTP requests into engine requests.
 
     Args:
         llm: the model.
@@ -36,8 +36,8 @@ class Preparer:
         name: the model's name in the API.
 
     Attributes:
-        context: number of tokens in the longest text, prompt included. It is within the model's limit and below the
-            length at which its rotary positions change, because sequences on both sides of it cannot share a pass.
+        context: maximum sequence length in tokens, prompt included. It is within the model's limit and below the
+            length at which its rotary positions change, because sequences on either side cannot share a pass.
     """
 
     def __init__(self, llm: LLM, settings: Settings, name: str) -> None:
@@ -45,22 +45,23 @@ class Preparer:
         self.settings = settings
         self.name = name
         self._grammars = Grammars(llm)
-        facts, asked = llm.probe.facts, settings.max_model_len
+        facts = llm.probe.facts
+        asked = settings.max_model_len
         limits = [llm.context]
         if facts is not None and facts.rope_boundary < NO_LIMIT:
             limits.append(facts.rope_boundary - 1)
-        #: The longest text that the model allows here; None for any length.
+        #: Maximum sequence length that the model allows here; None for no limit.
         self.longest = min((limit for limit in limits if limit is not None), default=None)
         if asked is not None and self.longest is not None and asked > self.longest:
             raise SettingsError(
                 f"--max-model-len must be at most {self.longest} with this model "
-                f"(its context has {llm.context} tokens), got {asked}; give a smaller value or leave it out"
+                f"(its context has {llm.context} tokens), got {asked}; use a smaller value or omit it"
             )
         asked = asked if asked is not None else DEFAULT_LENGTH
         self.context = asked if self.longest is None else min(asked, self.longest)
 
     def warm_up(self) -> None:
-        """Measure the cost of steps and compile, before the first request."""
+        """Compile, and measure the cost of steps, before the first request."""
         for temperature in (0.0, 1.0):
             self.llm.generate(
                 [1, 2, 3, 1, 2, 3],
@@ -96,7 +97,7 @@ class Preparer:
         prompt: Any = body.prompt
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         if body.echo and body.stream and body.logprobs is not None:
-            raise SettingsError("echo: with logprobs it cannot be streamed; leave out one of the three")
+            raise SettingsError("echo: with logprobs it cannot be streamed; omit one of the three")
         requests = self._requests(
             body,
             [self.encode(text, "prompt") for text in (prompt if several else [prompt])],
@@ -117,7 +118,7 @@ class Preparer:
             raise SettingsError("top_logprobs: needs logprobs")
         schema, call = _schema(body), demanded(body)
         if schema is not None and call is not None:
-            raise SettingsError("tool_choice: a required tool and a response_format exclude each other")
+            raise SettingsError("tool_choice: a required tool and a response_format are mutually exclusive")
         requests = self._requests(
             body,
             [self.chat_tokens(messages_of(body.messages), offered(body))],
@@ -139,11 +140,11 @@ class Preparer:
                 messages, tools=tools, add_generation_prompt=True, return_dict=False
             )
         except Exception as error:  # templates raise errors of many types
-            raise SettingsError(f"messages: the chat template refuses them: {error}") from None
+            raise SettingsError(f"messages: the chat template rejects them: {error}") from None
         return self.encode(list(chat), "messages")
 
     def _fingerprint(self) -> str:
-        """The properties of the server that a completion may depend on: version, dtype, type of device."""
+        """The server properties that a completion may depend on: version, dtype, device type."""
         device = str(self.llm.model.device).partition(":")[0]
         return f"lookahead-{__version__}-{self.llm.dtype}-{device}"
 
@@ -157,13 +158,13 @@ class Preparer:
         echo: bool = False,
         schema: tuple[dict[str, Any], str] | None = None,
     ) -> list[Request]:
-        """n requests for each prompt.
+        """``n`` requests per prompt.
 
         Args:
-            body: the checked fields.
+            body: the validated fields.
             prompts: token ids.
-            max_tokens: largest number of tokens of a completion; None for as many as fit.
-            logprobs: number of most likely tokens to return with each log-probability; None for none at all.
+            max_tokens: maximum tokens of a completion; None for as many as fit.
+            logprobs: number of most likely tokens to return with each log-probability; None for no log-probabilities.
             echo: whether to return log-probabilities of the prompts too.
             schema: the schema of the answer, and the field that requests it.
 
@@ -173,7 +174,7 @@ class Preparer:
         n = body.n or 1
         if n * len(prompts) > self.settings.max_choices:
             raise SettingsError(
-                f"n: a request may have at most {self.settings.max_choices} texts, got {n * len(prompts)}"
+                f"n: a request may have at most {self.settings.max_choices} completions, got {n * len(prompts)}"
             )
         seed = random.getrandbits(62) if body.seed is None else body.seed
         requests = []
@@ -194,6 +195,7 @@ class Preparer:
         max_tokens: int | None,
         schema: tuple[dict[str, Any], str] | None,
     ) -> Options:
+        # Logits processors run in this order.
         temperature = 1.0 if body.temperature is None else body.temperature
         processors = [self._bias(body.logit_bias)] if body.logit_bias else []
         if body.presence_penalty or body.frequency_penalty:
@@ -213,7 +215,7 @@ class Preparer:
         }
         if (
             temperature > 0
-        ):  # greedy decoding needs none of these, because the most likely token passes all of them
+        ):  # greedy decoding needs none of these filters, because the most likely token passes them all
             given |= {"top_p": body.top_p, "min_p": body.min_p or None}
             given["top_k"] = body.top_k if body.top_k and body.top_k > 0 else None
         return Options(**{name: value for name, value in given.items() if value is not None})
@@ -235,11 +237,11 @@ class Preparer:
             return []
         if not drafter.uses_prediction:
             raise SettingsError(
-                f"prediction: the drafter {drafter} does not use it; leave it out, or choose another drafter"
+                f"prediction: the drafter {drafter} does not use it; omit it, or choose another drafter"
             )
         text = plain(body.prediction.content)
         if self.llm.tokenizer is None:
-            raise SettingsError(f"prediction: a text needs a tokenizer, and {self.llm.tokenizer_error}")
+            raise SettingsError(f"prediction: needs a tokenizer, and {self.llm.tokenizer_error}")
         return list(self.llm.tokenizer(text, add_special_tokens=False).input_ids) if text else []
 
     def _drafting(self, requested: LookaheadFields | None) -> Drafter:
@@ -256,7 +258,7 @@ class Preparer:
         for name in ("head", "table"):  # a request may not make the server open files
             if getattr(drafter, name, None) not in (None, "auto"):
                 raise SettingsError(
-                    f"lookahead: {name} names a file, which only the server's own drafter may; leave it out, or "
+                    f"lookahead: only the server's own drafter may read a file ({name}); omit it, or "
                     "start the server with --drafter"
                 )
         rows = drafter.max_step_rows  # None: the drafter adapts to the row budget
@@ -268,13 +270,13 @@ class Preparer:
 
 
 def _schema(body: Generating) -> tuple[dict[str, Any], str] | None:
-    """(schema of the answer, the field that requests it); None for free text."""
+    """(schema of the output, the field that requests it); None for free text."""
     form = body.response_format
     if form is None or form.type == "text":
         return None
     if (form.json_schema is None) == (form.type == "json_schema"):
         raise SettingsError(
-            "response_format: json_schema must be given if, and only if, the type is json_schema"
+            "response_format: json_schema must be given if and only if the type is json_schema"
         )
     schema = form.json_schema.schema_ if form.json_schema is not None else {"type": "object"}
     return schema, "response_format"

@@ -1,4 +1,4 @@
-"""The fields of requests: OpenAI's fields that work here, those that can be ignored, and this library's own.
+"""Request fields: the OpenAI fields supported here, those that are ignored, and this library's own.
 
 Any other field is rejected by name.
 """
@@ -16,7 +16,7 @@ Text = Annotated[str, Field(max_length=1 << 22)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
-#: Names of other libraries and endpoints -> the fields that do the same here; the first that the endpoint has.
+#: Names in other libraries and endpoints -> the equivalent fields here; the first that the endpoint has is suggested.
 OTHER_NAMES = {
     "max_new_tokens": ("max_tokens",),
     "max_length": ("max_tokens",),
@@ -45,11 +45,11 @@ OTHER_NAMES = {
 
 
 def suggestion(model: type[BaseModel], path: list[str]) -> str | None:
-    """The field that was probably meant by an unknown field of a request.
+    """The field probably meant by an unknown field of a request.
 
     Args:
         model: the request.
-        path: the names of the fields that lead to the unknown one, which is the last.
+        path: the names of the fields leading to the unknown one, which is the last.
     """
     *outer, name = path
     for each in outer:
@@ -64,12 +64,12 @@ def suggestion(model: type[BaseModel], path: list[str]) -> str | None:
 
 
 class Strict(BaseModel):
-    """Refuses unknown fields and NaN."""
+    """Rejects unknown fields and NaN."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
-#: The settings of ``DraftOptions`` that a request may give.
+#: The settings of ``DraftOptions`` that a request may set.
 DRAFTING = (
     *("drafter", "window_size", "ngram_size", "guess_set_size", "pool_from_prompt", "pool_from_output"),
     *("max_pool_keys", "max_jacobi_iterations"),
@@ -81,12 +81,10 @@ _declared: dict[str, Any] = {
 
 
 class LookaheadFields(create_model("DraftFields", __base__=Strict, **_declared)):  # type: ignore[misc]
-    """How to draft for this request. The completion does not depend on it."""
+    """How to draft for this request. It does not affect the completion."""
 
-    stats: bool = Field(False, description="Add statistics of drafting to each choice of the answer.")
-    trace: bool = Field(
-        False, description="Add the token tree of each step to the chunks of a stream; needs stream."
-    )
+    stats: bool = Field(False, description="Add drafting statistics to each choice.")
+    trace: bool = Field(False, description="Add the token tree of each step to the chunks; needs stream.")
 
 
 class StreamOptions(Strict):
@@ -106,21 +104,21 @@ Content = Text | list[TextPart]
 
 
 def plain(content: Content | None) -> str:
-    """A message's content as one text."""
+    """A message's content as one string."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text for part in content)
 
 
 class Prediction(Strict):
-    """A text that the answer is likely to repeat."""
+    """Text that the completion is likely to repeat."""
 
     type: Literal["content"]
     content: Content
 
 
 class JsonSchema(Strict):
-    """A JSON schema for the answer, which always follows it exactly, with ``strict`` and without."""
+    """A JSON schema for the completion, which always follows it exactly, with or without ``strict``."""
 
     name: str
     schema_: dict[str, Any] = Field({}, alias="schema")
@@ -129,7 +127,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """Whether the answer is free text, JSON, or JSON of a schema."""
+    """Whether the completion is free text, JSON, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -152,7 +150,7 @@ class Tool(Strict):
 
 
 class CalledFunction(Strict):
-    """A call that an earlier answer made."""
+    """A call made by an earlier completion."""
 
     name: str
     arguments: str
@@ -187,7 +185,7 @@ class Message(Strict):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    #: Fields of an answer that clients send back; always empty here.
+    #: Response fields that clients send back; always empty here.
     refusal: None = None
     annotations: None = None
     audio: None = None
@@ -198,13 +196,15 @@ class Generating(Strict):
     """The fields of both endpoints."""
 
     model: str | None = Field(None, description="The served model's name; optional.")
-    max_tokens: int | None = Field(None, ge=1, description="Largest number of tokens of each text.")
-    n: int | None = Field(None, ge=1, description="Number of texts for each prompt; text i has seed + i.")
-    stream: bool | None = Field(
-        None, description="Send the text by server-sent events as tokens are accepted."
+    max_tokens: int | None = Field(None, ge=1, description="Maximum tokens of each completion.")
+    n: int | None = Field(
+        None, ge=1, description="Number of completions per prompt; completion i uses seed + i."
     )
+    stream: bool | None = Field(None, description="Send text as server-sent events as tokens are accepted.")
     stream_options: StreamOptions | None = Field(None, description="Options of a stream.")
-    temperature: float | None = Field(None, ge=0, le=100, description="0 decodes greedily; the default is 1.")
+    temperature: float | None = Field(
+        None, ge=0, le=100, description="0 for greedy decoding; the default is 1."
+    )
     top_p: float | None = Field(
         None, gt=0, le=1, description="Draw from the most likely tokens that together have probability p."
     )
@@ -219,34 +219,37 @@ class Generating(Strict):
         None, gt=0, le=100, description="Above 1 discourages repetition."
     )
     presence_penalty: float | None = Field(
-        None, ge=-2, le=2, description="Subtracted from the logits of tokens that occur in the text."
+        None, ge=-2, le=2, description="Subtracted from the logits of tokens that occur in the completion."
     )
     frequency_penalty: float | None = Field(
-        None, ge=-2, le=2, description="Subtracted from a token's logit once for each occurrence in the text."
+        None,
+        ge=-2,
+        le=2,
+        description="Subtracted from a token's logit once per occurrence in the completion.",
     )
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=1024, description="Numbers that are added to logits, by token id."
+        None, max_length=1024, description="Numbers added to logits, by token id."
     )
     seed: int | None = Field(
-        None, ge=-(1 << 63), lt=1 << 63, description="The same seed gives the same text under any load."
+        None, ge=-(1 << 63), lt=1 << 63, description="The same seed gives the same completion under any load."
     )
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = Field(
-        None, description="End before this text, or the first of several."
+        None, description="Stop before this string, or the first of several."
     )
     response_format: ResponseFormat | None = Field(
         None, description="text, json_object, or json_schema with a schema; needs the extra [grammar]."
     )
     prediction: Prediction | None = Field(
-        None, description="A text that the answer is likely to repeat in large part; drafts come from it."
+        None, description="Text that the completion is likely to repeat in large part; used for drafting."
     )
     lookahead: LookaheadFields | None = Field(
-        None, description="How to draft, and what the answer reports about it."
+        None, description="How to draft, and what the response reports about it."
     )
     #: Fields that clients send by default and that can be ignored here.
     user: str | None = Field(None, description="Accepted; has no effect.")
     metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted; has no effect.")
     store: Literal[False] | None = Field(
-        None, description="false is accepted; true is refused, because nothing is stored here."
+        None, description="false is accepted; true is rejected, because nothing is stored here."
     )
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
         None, description="Accepted; has no effect, because there is only one tier."
@@ -261,8 +264,8 @@ class CompletionRequest(Generating):
         | TokenIds
         | Annotated[list[Text], Field(min_length=1)]
         | Annotated[list[TokenIds], Field(min_length=1)]
-    ) = Field(description="A text, token ids, or a list of either.")
-    echo: bool | None = Field(None, description="Put the prompt before the text.")
+    ) = Field(description="A string, token ids, or a list of either.")
+    echo: bool | None = Field(None, description="Put the prompt before the completion.")
     logprobs: int | None = Field(
         None, ge=0, le=20, description="Add the log-probability of each token, and the k most likely tokens."
     )
@@ -274,7 +277,7 @@ class ChatRequest(Generating):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] = Field(
         description="The conversation so far."
     )
-    max_completion_tokens: int | None = Field(None, ge=1, description="Another name of max_tokens.")
+    max_completion_tokens: int | None = Field(None, ge=1, description="Another name for max_tokens.")
     logprobs: bool | None = Field(None, description="Add the log-probability of each token.")
     top_logprobs: int | None = Field(
         None, ge=0, le=20, description="Add the k most likely tokens to each; needs logprobs."
@@ -294,7 +297,7 @@ class TokenizeRequest(Strict):
     """POST /tokenize."""
 
     model: str | None = None
-    prompt: Text | None = Field(None, description="A text.")
+    prompt: Text | None = Field(None, description="A string.")
     messages: list[Message] | None = Field(None, description="Or a chat.")
 
 

@@ -1,6 +1,6 @@
-"""Turns updates of the engine into the API's objects: a whole answer, or the chunks of a stream.
+"""Turns engine updates into API objects: a whole answer, or the chunks of a stream.
 
-A stream consists of the role, text as tokens are accepted, the finish reason, usage if requested, and [DONE].
+A stream has the role, text as tokens are accepted, the finish reason, usage if requested, and [DONE].
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .tools import CallReader, offered
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """One completion of an answer, as far as it has arrived.
+    """One completion of an answer, as received so far.
 
     Attributes:
         index: its index in the answer.
-        request: what the engine decodes.
+        request: the engine's request.
         calls: extracts tool calls from the text; None without tools.
-        predicted: compares the tokens with the prediction; None without a prediction.
+        predicted: compares the tokens with the prediction; None without one.
         shown: the text so far.
-        entries: its log-probabilities, in the form of the endpoint.
+        entries: its log-probabilities, in the endpoint's format.
         tool_calls: the calls at the end of the text.
-        finish: the finish reason, as the API names it.
+        finish: the finish reason, as named in the API.
         offset: number of characters in the prompt and the text so far.
     """
 
@@ -53,17 +53,17 @@ class Part:
 
 
 class Answer:
-    """Base class of the answers of the two endpoints.
+    """Base class of the answers of both endpoints.
 
     Args:
-        body: the checked fields.
+        body: the validated fields.
         model: the model's name in the API.
-        requests: one for each completion; those of a prompt are adjacent.
+        requests: one per completion; those of a prompt are adjacent.
         tokenizer: decodes single tokens.
         fingerprint: identifies the model and this library, for the field system_fingerprint.
 
     Attributes:
-        sequences: the requests in the engine; set when they have been submitted.
+        sequences: the engine's sequences; set when the requests are submitted.
     """
 
     object = chunk_object = prefix = ""
@@ -94,7 +94,7 @@ class Answer:
         self.usage_asked = bool(body.stream_options and body.stream_options.include_usage)
 
     def call_reader(self) -> CallReader | None:
-        """Extracts tool calls from a text; None without tools."""
+        """Extracts tool calls from a completion; None without tools."""
         return None
 
     def take(self, update: Update) -> dict[str, Any] | None:
@@ -130,7 +130,7 @@ class Answer:
             return []
         end = len(part.entries) + len(update.tokens)
         fresh = logprobs.tokens[len(part.entries) : end]
-        ends = part.request.eos  # not part of the text
+        ends = part.request.eos  # not part of the completion
         return [self.entry(part, entry) for entry in fresh if entry.token not in ends]
 
     def _statistics(self, part: Part, into: dict[str, Any]) -> None:
@@ -143,7 +143,8 @@ class Answer:
         if update.tree is not None:
             tree = update.tree
             shown["tree"] = [self.token_text(token) for token in tree.tokens]
-            shown["parents"], shown["needs_logits"] = tree.parents, tree.needs_logits
+            shown["parents"] = tree.parents
+            shown["needs_logits"] = tree.needs_logits
         return shown
 
     def token_text(self, token: int) -> str:
@@ -160,7 +161,7 @@ class Answer:
         return {**self.head, "object": self.object, "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Token counts. A prompt counts once, however many completions it has."""
+        """Token counts. A prompt counts once, regardless of its number of completions."""
         prompt = sum(len(request.prompt) for request in self.requests[:: self.body.n or 1])
         completion = sum(len(sequence.tokens) for sequence in self.sequences)
         predicted = [part.predicted for part in self.parts if part.predicted is not None]
@@ -188,7 +189,7 @@ class Answer:
         return []
 
     def entry(self, part: Part, entry: TokenLogProb) -> dict[str, Any]:
-        """The log-probabilities of a token, in the form of the endpoint."""
+        """The log-probabilities of a token, in the endpoint's format."""
         raise NotImplementedError
 
     def delta(self, part: Part, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -279,7 +280,8 @@ class ChatAnswer(Answer):
         ]
 
     def chunk(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
-        """Send calls in a chunk before the finish reason, because client helpers end a call at the next chunk."""
+        """Send tool calls in a chunk before the finish reason, because client helpers end a call at the next
+        chunk."""
         calls = b""
         for choice in choices:
             if choice["delta"].get("tool_calls"):
@@ -291,7 +293,7 @@ class ChatAnswer(Answer):
     def entry(self, part: Part, entry: TokenLogProb) -> dict[str, Any]:
         def described(token: int, logprob: float) -> dict[str, Any]:
             text = self.token_text(token)
-            whole = list(text.encode()) if "\ufffd" not in text else None  # a part of a character
+            whole = list(text.encode()) if "\ufffd" not in text else None  # part of a character
             return {"token": text, "logprob": logprob, "bytes": whole}
 
         return described(entry.token, entry.logprob) | {

@@ -1,4 +1,4 @@
-"""One model behind HTTP: how it is loaded, the thread that decodes, the metrics."""
+"""One model behind HTTP: its loading, its decoding thread, and its metrics."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Server:
 
     Args:
         settings: the server's settings.
-        load: loads the model; None loads the model that the settings name.
+        load: loads the model; None loads the model named in the settings.
 
     Attributes:
         loop: the thread that decodes.
-        preparer: turns HTTP requests into requests of the engine; None until the model is ready.
+        preparer: turns HTTP requests into engine requests; None until the model is ready.
         name: the model's name in the API.
-        failed: called when the model cannot be loaded, or the loop fails.
+        failed: called when the model cannot be loaded or the loop fails.
         say: receives a line when the model is ready.
         address: the server's address, for that line.
     """
@@ -59,12 +59,12 @@ class Server:
 
     @property
     def ready(self) -> Preparer:
-        """The preparer of requests. The gate refuses requests until there is one."""
+        """The preparer of requests. The gate rejects requests until there is one."""
         assert self.preparer is not None
         return self.preparer
 
     def check_model(self, asked: str | None) -> None:
-        """Refuse a model that is not served."""
+        """Reject a model that is not served."""
         if asked is not None and asked != self.name:
             raise Refused(
                 f"the model {asked!r:.200} is not served here; {self.name!r} is", 404, "model_not_found"

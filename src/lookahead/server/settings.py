@@ -1,4 +1,5 @@
-"""Settings of the server: command-line options, LOOKAHEAD_* environment variables, a YAML file; the first wins."""
+"""Settings of the server, from command-line options, LOOKAHEAD_* environment variables and a YAML file, in this order
+of precedence."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ SECONDS = ("a number of at least 0", _seconds)
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(MachineOptions, DrafterOptions):
-    """The settings of ``lookahead serve``; each is an option, a key of the YAML file and an environment variable."""
+    """The settings of ``lookahead serve``. Each is an option, a YAML key and an environment variable."""
 
     GROUP: ClassVar[str] = "Options"
 
@@ -48,48 +49,44 @@ class Settings(MachineOptions, DrafterOptions):
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", common=True)
     port: int = option(8000, "Port to listen on; 0 for a free one.", at_least(0, 65535), common=True)
     api_key: str | None = option(
-        None, "API key that every request must have; by default none is required.", secret=True, common=True
+        None, "API key required in every request; by default none.", secret=True, common=True
     )
     served_model_name: str | None = option(None, "The model's name in the API; the default is MODEL.")
     max_model_len: int | None = option(
         None,
-        "Tokens of the longest sequence, prompt included; the default is the model's context, up to 4096.",
+        "Maximum sequence length in tokens, prompt included; the default is the model's context, up to 4096.",
         at_least(2),
         common=True,
     )
     max_concurrent: int = option(
-        64, "Largest number of sequences that are decoded together.", at_least(1, 4096), common=True
+        64, "Maximum number of sequences decoded together.", at_least(1, 4096), common=True
     )
     max_queue: int = option(
-        256, "Largest queue length; further requests are rejected with status 429.", KEPT, common=True
+        256, "Maximum queue length; further requests are rejected with status 429.", KEPT, common=True
     )
-    max_rows: int = option(
-        256, "Largest number of rows of a step that a request may ask for by W,N,G.", at_least(1, 4096)
-    )
+    max_rows: int = option(256, "Maximum rows of a step that a request may set by W,N,G.", at_least(1, 4096))
     row_budget: int | None = option(
         None,
-        "Rows of all trees in one pass; with more sequences, each drafts fewer rows. By default, as many as the cost "
-        "curve of this model and machine gives for two plain passes, and at least 64.",
+        "Maximum rows of all trees in one pass; drafting scales back under load. By default, as many as the cost "
+        "curve of this model and machine allows in the time of two plain passes, and at least 64.",
         COUNT,
     )
     prompt_rows: int = option(
         256,
-        "Rows of prompts in one pass; longer prompts are evaluated in chunks, alternately with steps.",
+        "Prompt rows in one pass; longer prompts are evaluated in chunks, alternating with steps.",
         COUNT,
     )
     prefix_cache: int = option(
         8,
-        "Number of finished sequences whose keys and values are kept for prompts with the same beginning.",
+        "Number of finished sequences whose keys and values are kept for prompts with the same prefix.",
         at_least(0, 1024),
     )
-    max_body_bytes: int = option(4 << 20, "Bytes of the largest request body.", at_least(1024))
-    max_choices: int = option(16, "Largest number of completions of a request: prompts times n.", COUNT)
-    request_timeout: float = option(600.0, "Seconds until a request is ended.", POSITIVE_SECONDS)
-    shutdown_timeout: float = option(
-        20.0, "Seconds that running requests have to finish after SIGTERM.", SECONDS
-    )
+    max_body_bytes: int = option(4 << 20, "Maximum size of a request body, in bytes.", at_least(1024))
+    max_choices: int = option(16, "Maximum completions per request (prompts times n).", COUNT)
+    request_timeout: float = option(600.0, "Seconds until a request times out.", POSITIVE_SECONDS)
+    shutdown_timeout: float = option(20.0, "Seconds for running requests to finish after SIGTERM.", SECONDS)
     cors_origins: Sequence[str] | None = option(
-        None, "Origins whose pages may call the server; none by default.", kind=list[str]
+        None, "Origins that may call the server from a browser; none by default.", kind=list[str]
     )
     log_text: bool = option(False, "Also log prompts and completions.", YES_OR_NO)
 
@@ -98,9 +95,9 @@ class Settings(MachineOptions, DrafterOptions):
         """Read the settings from given options, the environment and a YAML file.
 
         Raises:
-            SettingsError: an unknown key, a value that is not allowed, or no such file.
+            SettingsError: an unknown key, an invalid value, or a missing file.
         """
-        # From the extra [serve], which the help of the command does not need.
+        # From the extra [serve], which the command's help does not need.
         from pydantic import Field, ValidationError, create_model
         from pydantic_settings import BaseSettings, SettingsConfigDict
         from pydantic_settings.sources import YamlConfigSettingsSource
@@ -108,6 +105,7 @@ class Settings(MachineOptions, DrafterOptions):
         if config is not None and not config.is_file():
             raise SettingsError(f"--config must be a YAML file that exists, got {config}")
 
+        # Options first, then the environment, then the file.
         class Sources(BaseSettings):
             model_config = SettingsConfigDict(env_prefix="LOOKAHEAD_", extra="forbid")
 
@@ -123,6 +121,7 @@ class Settings(MachineOptions, DrafterOptions):
                 file = [YamlConfigSettingsSource(settings_cls, config)] if config is not None else []
                 return init_settings, env_settings, *file
 
+        # Declare the same fields to pydantic, and report its first error in this library's words.
         declared: dict[str, Any] = {
             name: (kind if field.default is not None else kind | None, Field(field.default))
             for name, (kind, field) in offered(cls).items()
@@ -139,14 +138,14 @@ class Settings(MachineOptions, DrafterOptions):
                 ) from None
             shown = "" if name == "api_key" else f" (got {first['input']!r:.60})"
             raise SettingsError(f"{name}: {first['msg']}{shown}") from None
-        except Exception as error:  # PyYAML's own, and a file that is no mapping
+        except Exception as error:  # PyYAML's errors, and a file that is not a mapping
             raise SettingsError(f"--config must be a YAML file of settings; {config}: {error}") from None
         settings = cls(**values.model_dump(exclude_unset=True))
         settings.loading()
         return settings
 
     def drafting(self) -> Drafter:
-        """The drafter of requests that name none."""
+        """The drafter of requests without their own."""
         names = [field.name for field in fields(DrafterOptions)]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return as_drafter(given) if given else Adaptive()

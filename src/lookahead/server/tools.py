@@ -1,6 +1,6 @@
-"""Function calls: the chat template describes the tools to the model, and calls are extracted from its text.
+"""Function calls: the chat template describes the tools to the model, and calls are extracted from its output.
 
-If a template does not support tools, a system message describes them in the form that most open models were trained
+If a template does not support tools, a system message describes them in the format that most open models were trained
 on: a call is a JSON object {"name", "arguments"} between <tool_call> tags. A required call must follow its schema.
 """
 
@@ -21,7 +21,7 @@ PREAMBLE = (
 
 
 def messages_of(chat: list[Message]) -> list[dict[str, Any]]:
-    """Messages in the form of chat templates."""
+    """Messages in the format of chat templates."""
     messages = []
     for message in chat:
         role = "system" if message.role == "developer" else message.role
@@ -40,7 +40,7 @@ def messages_of(chat: list[Message]) -> list[dict[str, Any]]:
 
 
 def offered(request: ChatRequest) -> list[dict[str, Any]]:
-    """The tools that may be called, in the form of chat templates."""
+    """The tools that may be called, in the format of chat templates."""
     if not request.tools or request.tool_choice == "none":
         return []
     return [tool.model_dump(exclude_none=True) for tool in request.tools]
@@ -58,7 +58,7 @@ def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:
         if strict and choice != "none":
             raise SettingsError(
                 f"tools.function.strict: the arguments of {strict[0]} follow their schema only if the call is "
-                'required; leave strict out, or set tool_choice to "required" or to the function'
+                'required; omit strict, or set tool_choice to "required" or to the function'
             )
         return None
     functions = {tool.function.name: tool.function for tool in request.tools or []}
@@ -86,7 +86,7 @@ def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:
 def with_tools(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str
 ) -> list[dict[str, Any]]:
-    """The messages; a system message describes the tools if the template does not."""
+    """The messages, with the tools described in a system message if the template does not."""
     if not tools or "tools" in template:
         return messages
     preamble = PREAMBLE.format(
@@ -116,7 +116,7 @@ def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class CallReader:
-    """Reads a text in pieces, passes on its content, and holds back text that may be a call.
+    """Reads a completion in pieces, passes on its content, and withholds text that may be a call.
 
     Args:
         names: the names of the tools.
@@ -124,7 +124,10 @@ class CallReader:
     """
 
     def __init__(self, names: set[str], first_only: bool) -> None:
-        self._names, self._first_only, self._text, self._shown = names, first_only, "", 0
+        self._names = names
+        self._first_only = first_only
+        self._text = ""
+        self._shown = 0
 
     def push(self, piece: str) -> str:
         """Read a piece. Returns the content that is safe to show."""
@@ -142,7 +145,7 @@ class CallReader:
         return piece
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """At the end of the text: (the rest of the content, the calls)."""
+        """Call it at the end. Returns (the rest of the content, the calls)."""
         parts = self._text.split(OPEN)
         bodies = [part.partition(CLOSE)[0] for part in parts[1:]] or [self._text]
         calls = [call for body in bodies if (call := self._call(body)) is not None]

@@ -1,9 +1,9 @@
 """Replaces the attention of a transformers model during a pass, through the public AttentionInterface.
 
-A model whose attention implementation is set to ``NAME`` calls ``forward`` in every layer. A context variable holds
-what the model does not pass on: where rows are stored, and what they see. transformers makes no mask for an
-implementation without a mask function. Models that ignore the setting are recognized by a flag of their class and by
-counting calls.
+A model whose attention implementation is set to ``NAME`` calls ``forward`` in every layer. A context variable carries
+what the model does not pass on: where rows are stored and what they see. transformers builds no mask for an
+implementation without a mask function. Models that ignore the setting are detected by a class flag and by counting
+calls.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ def implementation(model: Any, name: str, setting: str = "_attn_implementation")
             setattr(config, setting, name)
         yield
     finally:
-        # Outer configs come first and also set the configs inside them, which are restored after them.
+        # Setting an outer config also sets its nested configs, so nested configs are restored after it.
         for config, old in before:
             setattr(config, setting, old)
 
 
 def mask_compatible_attention(model: Any) -> AbstractContextManager[None]:
-    """A context in which the model accepts 4-D masks: it uses sdpa if its own attention (flash, flex) does not."""
+    """A context in which the model accepts 4-D masks; falls back to sdpa if its own attention (flash, flex) does
+    not."""
     ignores_masks = str(model.config._attn_implementation).startswith(("flash", "flex", "kernels"))
     return implementation(model, "sdpa") if ignores_masks else nullcontext()
 
 
 class TreeAttention:
-    """An attention function for one model, which is unchanged outside of ``installed``.
+    """A custom attention function for one model, active only inside ``installed``.
 
     Args:
         model: a causal language model.
@@ -57,7 +58,7 @@ class TreeAttention:
         lock: held while the attention is installed.
         idle: the ``cuda_graphs.GraphStore`` that the next target takes over, if any.
         captured: in exact mode, whether passes are captured.
-        checked_for_host_reads: in exact mode, whether a pass was checked for reads on the host.
+        checked_for_host_reads: in exact mode, whether a pass was checked for host reads.
 
     Raises:
         SettingsError: the model ignores attention functions, or attends in chunks.
@@ -137,7 +138,7 @@ def forward(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that layers call, with transformers' argument names.
+    """The function that layers call, with the argument names of transformers.
 
     Query is (B, H, Q, D), key and value are what the cache returned, and the output is (B, Q, H, Dv).
     """
@@ -153,7 +154,7 @@ def forward(
 
 
 def _configs(model: Any) -> list[Any]:
-    """The distinct configs of a model and of its parts, outer ones first."""
+    """The distinct configs of a model and its submodules, outer ones first."""
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     by_id = {id(config): config for config in configs if hasattr(config, "_attn_implementation")}
     for config in list(by_id.values()):

@@ -1,9 +1,9 @@
 """Models with recurrent or convolutional state: the paths of a token tree are the rows of a batch.
 
-Recurrent layers ignore attention masks, so they cannot evaluate a tree in one sequence, but they evaluate batches.
-Each path from the root to a leaf becomes a row of a batch. All rows start from a copy of the sequence's state, and
-shorter rows are padded at the end, where nothing is read. Example: the sequence's state has processed "the cat",
-and the tree is
+Recurrent layers ignore attention masks, so they cannot evaluate a tree within one sequence, but they can evaluate a
+batch. Each path from the root to a leaf becomes a row of a batch. All rows start from a copy of the sequence's state.
+Shorter rows are padded at the end; padding is never read. Example: the sequence's state has processed "the cat", and
+the tree is
 
     sat ─┬─ on ── the
          └─ down
@@ -21,7 +21,7 @@ After verification the state must be that of the accepted path:
     pending: sat down                next tree: root "and"
     batch row 0:   sat  down  and  ...
 
-  A step of one row processes the pending tokens. If there are too many of them, a separate pass does.
+  A single-row step processes the pending tokens. If there are too many, a separate pass does.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from .limits import memory_errors
 from .logits import LogitsBatch, LogitsRows
 from .transformers import PlainTarget, run_model
 
-#: Pending tokens that a pass may hold, summed over its rows.
+#: Maximum pending tokens in a pass, summed over its rows.
 MAX_PENDING = 16
 #: Smallest chunk of a scan; chunks are powers of two.
 MIN_CHUNK = 16
-#: Largest median distance between steps of one row and causal passes that rounding explains, in 32 and in 16 bits.
+#: Largest median distance between single-row steps and causal passes that rounding explains, in 32 and 16 bits.
 ROUNDING = (0.03, 0.3)
 
 
@@ -71,7 +71,7 @@ class BatchRowsTarget(PlainTarget):
     """Token trees as rows of a batch, one pass per sequence. Implements ``lookahead.core.Target``.
 
     Attributes:
-        lengths: by slot, the number of tokens that the state has processed.
+        lengths: number of tokens that the state has processed, by slot.
     """
 
     path = "batch-rows"
@@ -79,17 +79,17 @@ class BatchRowsTarget(PlainTarget):
 
     def __init__(self, model: PreTrainedModel, reason: str = "") -> None:
         super().__init__(model, reason)
-        #: By slot, the accepted tokens that the state has not processed yet.
+        #: Accepted tokens that the state has not processed yet, by slot.
         self._pending: dict[int, list[int]] = {}
         self._passes: dict[int, _Pass] = {}
         sizes: list[tuple[Any, Any]] = [
             (module, getattr(module, "chunk_size", None)) for module in model.modules()
         ]
-        #: Modules that scan many tokens in chunks, and the size of their chunks.
+        #: Modules that scan tokens in chunks, with their chunk sizes.
         self._scans = [(module, size) for module, size in sizes if isinstance(size, int)]
 
     def depth_limit(self, slot: int) -> int:
-        """Room up to the model's last position."""
+        """Positions left up to the model's last one."""
         return max(0, self.facts.max_positions - 1 - self.lengths[slot] - len(self._pending[slot]))
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
@@ -97,9 +97,9 @@ class BatchRowsTarget(PlainTarget):
         return super().prefill(prompts)
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
-        """Evaluate trees one after the other.
+        """Evaluate trees sequentially.
 
-        If all trees have one row, their tokens are processed in place, as in plain decoding; such a step must be
+        If every tree has one row, the tokens are processed in place, as in plain decoding; such a step must be
         committed before the next one.
         """
         for slot, _ in trees:
@@ -117,19 +117,22 @@ class BatchRowsTarget(PlainTarget):
         return scores
 
     def _evaluate(self, slot: int, tree: TokenTree) -> Scores:
-        paths, nodes = leaf_paths(tree), tree.needs_logits_nodes()
+        paths = leaf_paths(tree)
+        nodes = tree.needs_logits_nodes()
         if len(self._pending[slot]) * len(paths) > MAX_PENDING:
             before = self._caches[slot]
             self._caches[slot] = repeated(before, 1)
             try:
                 self._process(slot)
-            except OutOfMemory:  # some layers may have processed the tokens; the step will be tried again
+            except OutOfMemory:  # some layers may have processed the tokens; the step will be retried
                 self._caches[slot] = before
                 raise
-        pending, width = self._pending[slot], len(max(paths, key=len))
+        pending = self._pending[slot]
+        width = len(max(paths, key=len))
         padded = [path + path[-1:] * (width - len(path)) for path in paths]
         location = {node: (row, depth) for row, path in enumerate(paths) for depth, node in enumerate(path)}
-        device, length = self.model.device, self.lengths[slot]
+        device = self.model.device
+        length = self.lengths[slot]
         ids = torch.tensor(
             [[*pending, *(tree.tokens[node] for node in path)] for path in padded], device=device
         )
@@ -147,8 +150,8 @@ class BatchRowsTarget(PlainTarget):
 
     @contextmanager
     def _short_chunks(self, tokens: int) -> Iterator[None]:
-        """A context in which scans use chunks that fit ``tokens`` tokens; otherwise they would pad a step to the
-        chunk size for prompts, such as 256."""
+        """A context in which scans use chunks that fit ``tokens`` tokens, because they would otherwise pad a step to
+        the chunk size for prompts, such as 256."""
         short = max(MIN_CHUNK, 1 << (tokens - 1).bit_length())
         scans = self._scans if tokens > 1 else []
         try:
@@ -160,7 +163,7 @@ class BatchRowsTarget(PlainTarget):
                 module.chunk_size = size
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Keep the state of the row that the path fills; if it fills none, its tokens become pending."""
+        """Keep the state of the row that the path fills. If it fills none, its tokens become pending."""
         for slot, path in paths:
             last = self._passes.pop(slot, None)
             if last is None:  # a step of one row
@@ -182,7 +185,8 @@ class BatchRowsTarget(PlainTarget):
 
 def leaf_paths(tree: TokenTree) -> list[list[int]]:
     """The paths from the root to the leaves, as lists of nodes. Each path ends at the last row that needs logits."""
-    needed, inner = tree.needs_logits_nodes(), 0
+    needed = tree.needs_logits_nodes()
+    inner = 0
     for node in needed:
         inner |= tree.ancestors[node] & ~(1 << node)
     leaves = [node for node in needed if not inner >> node & 1]
@@ -190,13 +194,13 @@ def leaf_paths(tree: TokenTree) -> list[list[int]]:
 
 
 def repeated(cache: Any, rows: int) -> Any:
-    """A copy of the cache of one sequence, repeated ``rows`` times; passes with the copy do not change the
-    original."""
+    """A copy of the cache of one sequence, repeated ``rows`` times; passes with the copy leave the original
+    unchanged."""
     other = copy(cache)
     other.layers = [copy(layer) for layer in cache.layers]
     for layer in other.layers:
         for name, value in vars(layer).items():
-            if isinstance(value, dict):  # recurrent states by number, which layers write in place
+            if isinstance(value, dict):  # recurrent states by index, which layers write in place
                 setattr(layer, name, {key: _repeat(state, rows) for key, state in value.items()})
             elif torch.is_tensor(value) and value.dim() > 1:  # keys and values, which grow by concatenation
                 setattr(layer, name, value.expand(rows, *value.shape[1:]))
@@ -208,14 +212,14 @@ def _repeat(state: Any, rows: int) -> Any:
 
 
 class NoSteps(SettingsError):
-    """Steps of one row do not continue the model's text."""
+    """Single-row steps do not continue the model's sequence."""
 
 
 class StepTrial(Trial):
-    """A trial whose reference is plain decoding: the prompt, then one token per pass.
+    """A trial with plain decoding as its reference: the prompt, then one token per pass.
 
     Causal passes cannot be the reference here: some models clamp values when they scan many tokens but not in their
-    recurrence, and plain decoding uses the recurrence. Many recurrent models have no positions except the order of
+    recurrence, and plain decoding uses the recurrence. Many recurrent models encode positions only in the order of
     tokens, so a wrong ancestor is the only negative control.
     """
 
@@ -224,15 +228,16 @@ class StepTrial(Trial):
     tolerance = 1e-4
 
     def reference(self, model: PreTrainedModel, in_two_passes: bool = False) -> torch.Tensor:
-        """The rows computed by steps of one token; with ``in_two_passes``, by causal passes.
+        """Logits (rows, V) computed one token per step; with ``in_two_passes``, by causal passes.
 
         Raises:
-            NoSteps: the model keeps its state elsewhere, so that steps do not continue its text.
+            NoSteps: the model keeps its state elsewhere, so steps do not continue its sequence.
         """
         passes = super().reference(model, in_two_passes)
         if in_two_passes:
             return passes
-        facts, device = PassFacts(model), model.device
+        facts = PassFacts(model)
+        device = model.device
         caches: dict[tuple[int, ...], Any] = {(): DynamicCache(config=facts.config)}
         rows: dict[tuple[int, ...], torch.Tensor] = {}
         texts = [tuple(text) for text in self.texts()]
@@ -245,16 +250,17 @@ class StepTrial(Trial):
                 positions = torch.arange(len(prefix), len(text), device=device)[None]
                 rows[text] = run_model(model, facts, caches[text], ids, positions)[0, -1].float().cpu()
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            median, why = torch.inf, summary(error)
+            median = torch.inf
+            why = summary(error)
         else:
             steps = torch.stack([rows[text] for text in texts])
             median = float(distance(steps, passes).median())
             why = f"their distance from causal passes is {median:.2g}"
         rounding = ROUNDING[model.dtype in HALF_DTYPES]
-        # If two causal passes already differ (dropout, NaN), the distance says nothing about the state.
+        # If two causal passes already differ (dropout, NaN), the distance does not tell about the state.
         if steps is None or (median > rounding > float(distance(super().reference(model), passes).median())):
             raise NoSteps(
                 f"a model must keep its state in transformers' DynamicCache, and steps of {type(model).__name__} "
-                f"through one do not continue its text ({why}); use model.generate without custom_generate"
+                f"through one do not continue its sequence ({why}); use model.generate without custom_generate"
             )
         return steps

@@ -1,9 +1,9 @@
-"""KV caches of targets: the interface, and what the targets that use it have in common.
+"""KV caches of targets: the interface, and the code shared by the targets that use it.
 
-``tree_cache`` has the cache that transformers models write to, ``cpu.execution_plan`` that of compiled passes.
+``tree_cache`` implements it for transformers models, ``cpu.execution_plan`` for compiled passes.
 
-The rows of a step are written after the committed tokens of their slot. A commit moves the accepted rows together and
-leaves the others to be overwritten. Example: a slot holds T = 10 tokens, a step of 6 rows was written to columns 10
+The rows of a step are written after the committed tokens of their slot. A commit moves the accepted rows together;
+the next step overwrites the others. Example: a slot holds T = 10 tokens, a step of 6 rows was written to columns 10
 to 15, and rows 0, 2 and 5 were accepted:
 
     column           9   10   11   12   13   14   15
@@ -37,11 +37,11 @@ class KVStorage(ABC):
 
 
 class StoredTarget:
-    """What targets with a ``KVStorage`` have in common.
+    """Shared code of targets with a ``KVStorage``.
 
     Attributes:
         cache: keys and values of all slots.
-        lengths: by slot, T, the number of committed tokens.
+        lengths: T, the number of committed tokens, by slot.
     """
 
     cache: KVStorage
@@ -61,5 +61,5 @@ class StoredTarget:
             self.lengths[slot] += len(path)
 
     def release(self, slot: int) -> None:
-        """Forget a sequence; its memory is reused."""
+        """Forget a sequence. Its memory is reused."""
         self.lengths.pop(slot, None)

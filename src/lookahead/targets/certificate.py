@@ -1,6 +1,6 @@
-"""The check of exact mode: each row of a model has the same bits at any index of a pass, with any other rows.
+"""The exact-mode check: every row is bit-identical at any index of a pass and alongside any other rows.
 
-It runs passes of the model itself, with its own weights and shapes. What follows from it is decided in ``paths``.
+It runs the model itself, with its own weights and shapes. ``paths`` acts on the result.
 """
 
 from __future__ import annotations
@@ -18,31 +18,34 @@ from .exact_mode import Row, exact_target_class
 from .facts import ModelFacts
 from .limits import memory_errors
 
-#: Tokens of the certificate's prefix: more than a page of ``attention.exact``.
+#: Prefix length of the certificate, in tokens: longer than a page of ``attention.exact``.
 PREFIX = 300
 
 
 def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttention) -> str | None:
-    """The part of the model in which rows depend on their index or on other rows; None if there is none.
+    """The part of the model where a row depends on its index or on other rows; None if there is none.
 
     R rows at several positions after random keys and values are evaluated in order, rotated by one, reversed, and
-    with every other row replaced. Each row's logits, keys and values must be bit-equal.
+    with every other row replaced. Each row's logits, keys and values must be bit-identical.
     """
     target = exact_target_class(attention)(model, facts, attention)
-    count, generator = target.rows, torch.Generator().manual_seed(0)
+    count = target.rows
+    generator = torch.Generator().manual_seed(0)
     length = max(1, min(PREFIX, facts.max_positions, facts.rope_boundary) - 1)
     target.cache.reserve(1, length + count)
+    # A prefix of random keys and values, and two sets of random tokens.
     for storage in target.cache._storage.values():
         storage.copy_(torch.randn(storage.shape, generator=generator))
     tokens = torch.randint(facts.vocabulary, (2, count), generator=generator).tolist()
     in_order = list(range(count))
-    rotated, reversed_order = in_order[1:] + in_order[:1], in_order[::-1]
-    # Rows as (set of tokens, row), and the rows to compare with those of the first pass.
+    rotated = in_order[1:] + in_order[:1]
+    reversed_order = in_order[::-1]
+    # Each pass: its rows as (token set, row), and the rows to compare with the first pass.
     passes = [([(0, r) for r in order], order) for order in (in_order, rotated, reversed_order)]
     passes.append(([(r % 2, r) for r in in_order], in_order[::2]))
 
     def run(rows: Sequence[tuple[int, int]]) -> dict[int, list[torch.Tensor]]:
-        """By row: its logits, keys and values."""
+        """Logits, keys and values, by row."""
         inputs: list[Row] = []
         for index, (token_set, r) in enumerate(rows):
             position = max(0, length - (11 + 30 * token_set) * r % length)
@@ -56,7 +59,7 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
         }
 
     def first_difference(hooks: bool) -> str | None:
-        """With hooks, the first module whose outputs differ; without hooks, only whether any result differs."""
+        """With hooks, name the first module whose outputs differ; without, only report whether any result differs."""
         first: dict[int, list[torch.Tensor]] = {}
         outputs: list[tuple[str, torch.Tensor]] = []
         first_outputs: list[tuple[str, torch.Tensor]] = []
@@ -69,7 +72,8 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
             for rows, same in passes:
                 outputs.clear()
                 result = run(rows)
-                first, first_outputs = first or result, first_outputs or list(outputs)
+                first = first or result
+                first_outputs = first_outputs or list(outputs)
                 for (name, before), (_, now) in zip(first_outputs, outputs, strict=False):
                     for index, (token_set, r) in enumerate(rows):
                         comparable = token_set == 0 and before.shape == now.shape
@@ -85,13 +89,13 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
     with memory_errors(f"a pass of {count} rows"):
         if first_difference(hooks=False) is None:
             return None
-        # Replays do not call modules, so hooks could not name any.
+        # A replay calls no modules, so hooks would find nothing.
         return "its captured pass" if attention.captured else first_difference(hooks=True)
 
 
 def _record(
     outputs: list[tuple[str, torch.Tensor]], name: str, module: nn.Module, inputs: Any, output: Any
 ) -> None:
-    """A forward hook: keep what the module returns, if it is a tensor with one entry per row."""
+    """A forward hook that keeps the module's output if it is a tensor with one entry per row."""
     if torch.is_tensor(output) and output.dim() == 3 and output.shape[0] == 1:
         outputs.append((name, output[0].clone()))

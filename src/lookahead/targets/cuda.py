@@ -1,6 +1,6 @@
-"""What passes on a CUDA device need: copies that do not wait, work on one stream, and a check for what waits.
+"""Helpers for passes on a CUDA device: non-blocking copies, a single stream, and a check for synchronization.
 
-On a CPU, copies are ordinary and streams do nothing, so the same code runs there.
+On a CPU, copies are ordinary and streams are no-ops, so the same code runs there.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-#: The warning that torch gives for an operation that waits for the device.
+#: torch's warning about an operation that waits for the device.
 WAITS = "called a synchronizing CUDA operation"
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether a device has streams and graphs; tests let the CPU play such a device."""
+    """Whether a device has streams and graphs; tests make the CPU pass for one."""
     return device.type == "cuda"
 
 
 def pinned(numbers: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers as a tensor in the host's memory, from which a copy to the device need not wait.
+    """Numbers as a tensor in pinned host memory, for non-blocking copies to the device.
 
-    The memory may be dropped at once: torch reuses pinned memory only after copies from it have ended.
+    The tensor may be dropped at once, because torch reuses pinned memory only after copies from it have ended.
     """
     tensor = torch.as_tensor(numbers, dtype=dtype)
     return tensor.pin_memory() if is_gpu(device) else tensor
@@ -37,7 +37,7 @@ def to_device(numbers: Any, dtype: torch.dtype, device: torch.device) -> torch.T
 
 
 class HostCopy:
-    """A tensor that is being copied to the host. Work that the current stream gets later does not delay it."""
+    """A tensor being copied to the host. Work queued on the current stream later does not delay the copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: Any = None
@@ -58,11 +58,11 @@ class HostCopy:
 
 
 class Stream:
-    """One stream for all work on some memory of a device, whatever stream its callers use.
+    """One stream for all work on some device memory, whatever stream its callers use.
 
-    Work in ``use`` runs after all that the caller has launched, and what the caller launches afterwards runs after
-    that work. So the work of several callers never overlaps on the device, each can read the results as its own, and
-    the memory may be freed and reused in ``use``.
+    Work in ``use`` runs after everything that the caller has launched and before everything that it launches later.
+    So the work of several callers never overlaps on the device, each can read the results on its own stream, and the
+    memory may be freed and reused in ``use``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class Stream:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """A context in which the device is current and work goes to the stream."""
+        """A context in which the device is current and work is queued on the stream."""
         if self.cuda is None:
             yield
             return
@@ -93,10 +93,10 @@ _noticing = threading.Lock()
 
 @contextmanager
 def noticed_waits(device: torch.device) -> Iterator[list[str]]:
-    """A context that collects what waits for the device in this thread, which a graph cannot contain.
+    """A context that collects this thread's operations that wait for the device, which a graph cannot contain.
 
-    torch can report such operations as errors or as warnings, but only for the whole process. Errors would fail in
-    whatever another thread does at the time, so they are warnings here, and those of other threads are dropped.
+    torch can report such operations as errors or as warnings, but only for the whole process. Errors would also hit
+    other threads, so warnings are used, and those of other threads are dropped.
 
     Yields:
         file and line of each operation, complete at the end of the block.
@@ -105,7 +105,8 @@ def noticed_waits(device: torch.device) -> Iterator[list[str]]:
     if not is_gpu(device):
         yield found
         return
-    thread, show = threading.get_ident(), warnings.showwarning
+    thread = threading.get_ident()
+    show = warnings.showwarning
 
     def notice(message: Any, category: Any, filename: str, lineno: int, *others: Any, **named: Any) -> None:
         if WAITS not in str(message):
@@ -125,5 +126,5 @@ def noticed_waits(device: torch.device) -> Iterator[list[str]]:
 
 
 def memory(device: torch.device) -> tuple[float, float]:
-    """Bytes of the device's memory that are free, and all; infinite on a CPU."""
+    """Free and total device memory, in bytes; infinite on a CPU."""
     return torch.cuda.mem_get_info(device) if is_gpu(device) else (float("inf"), float("inf"))

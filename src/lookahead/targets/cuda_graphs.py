@@ -1,22 +1,22 @@
-"""The step on a GPU: one captured CUDA graph per size of a step, and whether a model's passes can be captured.
+"""Steps on a GPU: one captured CUDA graph per step size, and the check that a model's passes can be captured.
 
-A pass of one row through a 7B model is a few hundred small kernels, and launching them from Python takes longer than
-running them. So the pass is captured once per size, which is a bucket of sequences and a bucket of rows for each, and
+A single-row pass through a 7B model launches a few hundred small kernels, and launching them from Python takes longer
+than running them. So the pass is captured once per size (a bucket of sequences and a bucket of rows per sequence) and
 replayed. Everything that changes from step to step (slots, numbers of committed tokens, token ids, depths, ancestor
-bits) is in an int32 buffer that is copied to the device once per step, and what the host reads of most rows comes
-back in one copy. A step that is smaller than its buckets is padded: with rows that see only their root, and with
-copies of the first sequence, which write the same keys and values to the same place. Attention gets the whole cache
-and reads slots and numbers of committed tokens on the device, so that a graph serves all sequences.
+bits) is in an int32 buffer that is copied to the device once per step, and what the host needs for most rows is
+copied back at once. A step smaller than its buckets is padded with rows that see only their root and with copies of
+the first sequence, which write the same keys and values to the same place. Attention gets the whole cache and reads
+slots and numbers of committed tokens on the device, so one graph serves all sequences.
 
-Example, a step of one sequence in slot 2, with 3 rows (root 7, its chain 9, 4) after T = 20 tokens, in the buckets 1
-and 4; each part begins at a multiple of four numbers, so that kernels see the same alignment in all buckets:
+Example: a step of one sequence in slot 2, with 3 rows (root 7, its chain 9, 4) after T = 20 tokens, in the buckets 1
+and 4. Each part begins at a multiple of four numbers, so that kernels see the same alignment in all buckets:
 
     slots    | lengths  | token ids | depths  | ancestor bits, one word per row
     2 - - -  | 20 - - - | 7 9 4 7   | 0 1 2 0 | 0b0001 0b0011 0b0111 0b0001       row 3 is padding
 
-The first step of a size runs uncaptured, because it sets up libraries and compiles kernels, on the stream on which
-the second one is captured. Cache and graphs are kept in a ``GraphStore`` that outlives its target: the next target of
-the same model takes it over, so a short text does not wait for captures. Each model keeps at most one unused store.
+The first step of a size sets up libraries and compiles kernels, so it runs uncaptured, on the stream on which the
+second one is captured. Cache and graphs are kept in a ``GraphStore`` that outlives its target: the next target of the
+same model takes it over, so short completions do not wait for captures. Each model keeps at most one unused store.
 
 On a CPU, the same code runs without captures, for tests.
 """
@@ -50,18 +50,18 @@ from .logits import CopiedLogits, LogitsRows, packed
 from .transformers import TransformersTarget, head_inputs, run_model
 from .tree_cache import Placement, TreeCache
 
-#: Numbers of rows of captured passes. Padding costs little while reading the weights takes most of a step.
+#: Row buckets of captured passes. Padding is cheap as long as a step is bound by reading the weights.
 BUCKETS = (1, 4, 8, 16, 32, 64, 128, 256)
-#: Numbers of sequences of captured passes.
+#: Sequence buckets of captured passes.
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-#: The most rows of a pass of several sequences; a larger step is divided into several passes.
+#: Maximum rows in a pass over several sequences; a larger step is divided into several passes.
 MOST_ROWS = 256
 #: Initial capacity of a cache, in tokens. When a cache grows, passes must be captured again.
 CAPACITY = 1024
-#: The fewest columns that attention reads if it reads all that it is given; numbers of columns are powers of two.
+#: Minimum columns for an attention that reads every column it is given; the width is a power of two.
 NARROWEST = 256
-#: The share of a device's memory that captured passes may take, and the cache of a store that is not in use, for
-#: models with another share than ``GRAPH_MEMORY`` (the option graph_memory).
+#: The share of device memory that captured passes may take, and that the cache of an unused store may take, for
+#: models with a share other than ``GRAPH_MEMORY`` (the option graph_memory).
 memory_shares: weakref.WeakKeyDictionary[PreTrainedModel, float] = weakref.WeakKeyDictionary()
 #: Held during a capture: torch allows one at a time in a process.
 capturing = threading.Lock()
@@ -100,7 +100,7 @@ class Parts(NamedTuple):
         )
 
     def fill(self, steps: Sequence[Step]) -> None:
-        """Write a step, padded to the size of the parts."""
+        """Write a step, padded to the bucket sizes."""
         sequences, rows = self.ids.shape
         steps = [*steps, *[steps[0]] * (sequences - len(steps))]
         trees = [step.tree for step in steps]
@@ -127,7 +127,7 @@ def buffer_size(sequences: int, rows: int) -> int:
 
 
 def uncapturable(model: PreTrainedModel, facts: ModelFacts) -> str:
-    """Why no pass of a model can be captured, as far as is known in advance; "" if no reason is known."""
+    """Why no pass of a model can be captured, as far as can be told in advance; "" if no reason is known."""
     name = type(model).__name__
     devices = {str(p.device) for p in model.parameters()}
     if len(devices) > 1:
@@ -141,19 +141,22 @@ def uncapturable(model: PreTrainedModel, facts: ModelFacts) -> str:
 
 
 class CapturedPass:
-    """The forward pass of one size; captured on a GPU.
+    """The forward pass for one step size; captured on a GPU.
 
     Args:
         sequences, rows: the buckets of the size.
-        width: the number of columns of the cache that attention gets.
+        width: the number of cache columns passed to attention.
         device: the model's device.
 
     Attributes:
-        bytes: memory that the captured pass took.
+        bytes: memory taken by the captured pass.
     """
 
     def __init__(self, sequences: int, rows: int, width: int, device: torch.device) -> None:
-        self.sequences, self.rows, self.width, self.device = sequences, rows, width, device
+        self.sequences = sequences
+        self.rows = rows
+        self.width = width
+        self.device = device
         self.numbers = torch.zeros(buffer_size(sequences, rows), dtype=torch.int32, device=device)
         self.columns = torch.arange(rows, device=device)
         self.graph: Any = None
@@ -168,8 +171,8 @@ class CapturedPass:
         self.numbers.copy_(pinned(numbers, torch.int32, self.device), non_blocking=True)
 
     def run(self, target: CudaGraphTarget, steps: Sequence[Step]) -> CopiedLogits:
-        """The logits (B, Q, V) of the steps' trees, and the hidden states if one needs them, in memory that the next
-        step does not overwrite."""
+        """The logits (B, Q, V) of the steps' trees, and the hidden states if any tree needs them, in memory that the
+        next step does not overwrite."""
         self.describe(steps)
         if target.graphs.on_gpu and self._warm and not self._refused and self.graph is None:
             self._capture(target)
@@ -181,7 +184,7 @@ class CapturedPass:
             logits, best, *states = self.results
         sequences, rows = len(steps), max(len(step.tree) for step in steps)
         hidden = states[0] if states and any(step.tree.needs_hidden for step in steps) else None
-        # Cloned, because the next replay overwrites the results.
+        # Clone, because the next replay overwrites the results.
         kept = [None if x is None else x[:sequences, :rows].clone() for x in (logits, hidden)]
         assert kept[0] is not None
         return CopiedLogits(kept[0], HostCopy(best), kept[1])
@@ -190,7 +193,7 @@ class CapturedPass:
         try:
             captured = target.graphs.capture(lambda: self.evaluate(target))
         except torch.OutOfMemoryError:
-            # A graph keeps its memory, so a pass may fit where its graph does not.
+            # A graph holds on to its memory, so a pass may fit where its graph does not.
             target.graphs.drop_passes(kept=self)
             self._refused = True
             warnings.warn(
@@ -203,10 +206,14 @@ class CapturedPass:
             self.graph, self.results, self.bytes = captured
 
     def evaluate(self, target: CudaGraphTarget) -> list[torch.Tensor]:
-        """The captured part of the pass, from the buffer to the logits (B, Q, V), what the host reads of them
-        (``logits.packed``) and, if the model has an output matrix, its inputs, which exist anyway. It neither reads
-        nor makes values on the host."""
-        parts, cache = Parts.of(self.numbers, self.sequences, self.rows), target.cache
+        """The captured part of the pass, which neither reads nor creates values on the host.
+
+        Returns:
+            the logits (B, Q, V); what the host needs of them (``logits.packed``); and, if the model has an output
+            matrix, its inputs.
+        """
+        parts = Parts.of(self.numbers, self.sequences, self.rows)
+        cache = target.cache
         lengths = parts.lengths[:, None]
         cache.placement = Placement(
             parts.slots[:, None].long(), (lengths + self.columns).long(), slice(None), self.width
@@ -226,13 +233,14 @@ class GraphStore:
     Attributes:
         cache: the cache.
         passes: passes by size, the least recently used first.
-        stream: the stream of all work on the cache and in the passes. Replays share memory, so they must not overlap,
-            and so does the workspace of matrix products, which is made in the first pass on the stream.
-        limit: bytes that the passes may take, and the cache when no target uses it.
+        stream: the stream of all work on the cache and in the passes. Replays share memory and the workspace of
+            matrix products, which the first pass on the stream allocates, so they must not overlap.
+        limit: bytes that the passes may take, and that the cache may take while no target uses it.
     """
 
     def __init__(self, model: PreTrainedModel, facts: ModelFacts, capacity: int) -> None:
-        self.device, self.on_gpu = model.device, is_gpu(model.device)
+        self.device = model.device
+        self.on_gpu = is_gpu(model.device)
         self.stream = Stream(self.device)
         self.limit = memory_shares.get(model, GRAPH_MEMORY) * memory(self.device)[1]
         with self.stream.use():
@@ -242,40 +250,41 @@ class GraphStore:
         self._logits: dict[int, torch.Tensor] = {}
 
     def reserve(self, slots: int, capacity: int) -> None:
-        """Ensure room in the cache. If that moves the cache, captured passes are dropped first."""
+        """Ensure room in the cache. If the cache must move, captured passes are dropped first."""
         if self.cache.grown(slots, capacity) != (self.cache.slots, self.cache.capacity):
             self.drop_passes()
             self.cache.reserve(slots, capacity)
 
     def drop_passes(self, kept: Any = None) -> None:
-        """Drop all passes but ``kept``."""
+        """Drop all passes except ``kept``."""
         self.passes = {key: one for key, one in self.passes.items() if one is kept}
         self._memory_pool = None  # a memory pool must not be reused after its last graph is gone
         self._logits = {}
 
     def shared(self, logits: torch.Tensor) -> torch.Tensor:
-        """A copy of a pass's logits, in memory that all passes with as many rows share."""
-        if logits.numel() not in self._logits:  # in the pass that runs uncaptured
+        """A copy of a pass's logits, in memory shared by all passes with the same number of rows."""
+        if logits.numel() not in self._logits:  # allocated in the uncaptured pass
             self._logits[logits.numel()] = torch.empty_like(logits)
         return self._logits[logits.numel()].view(logits.shape).copy_(logits)
 
     def find(self, key: Any, make: Callable[[], _Pass]) -> _Pass:
-        """The pass of a size, made if there is none."""
+        """The pass of a size, created on first use."""
         found: _Pass = self.passes.pop(key) if key in self.passes else make()
         self.passes[key] = found
         return found
 
     def capture(self, evaluate: Callable[[], Any]) -> tuple[Any, Any, int]:
-        """Capture ``evaluate``; drop the least recently used passes if all together take more than ``limit``.
+        """Capture ``evaluate``, then drop the least recently used passes while all passes exceed ``limit``.
 
         Returns:
-            the graph, the tensors to which each replay writes its results, and the bytes that both took.
+            the graph, the tensors that each replay writes its results to, and the bytes that both take.
         """
         if self._memory_pool is None:
             self._memory_pool = torch.cuda.graph_pool_handle()
         with capturing:
-            torch.cuda.empty_cache()  # torch does so as well when a capture begins
-            graph, (before, _) = torch.cuda.CUDAGraph(), memory(self.device)
+            torch.cuda.empty_cache()  # as torch does when a capture begins
+            graph = torch.cuda.CUDAGraph()
+            before, _ = memory(self.device)
             # Other threads may allocate memory during the capture.
             with torch.cuda.graph(
                 graph, self._memory_pool, self.stream.cuda, capture_error_mode="thread_local"
@@ -307,7 +316,7 @@ class GraphTarget(TransformersTarget):
         self, model: PreTrainedModel, facts: ModelFacts, attention: TreeAttention, capacity: int
     ) -> TreeCache:
         """Take over an earlier target's store and empty its cache, or make a new store. Returns the cache."""
-        # Tensors made in inference mode cannot be written to outside of it, where a later target may run.
+        # Tensors created in inference mode cannot be written outside it, where a later target may run.
         with torch.inference_mode(False), attention.lock:
             if attention.idle:
                 self.graphs: GraphStore = attention.idle.pop()
@@ -333,7 +342,8 @@ class GraphTarget(TransformersTarget):
 
     @contextmanager
     def with_room(self, what: str, room: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Ensure room in the cache for each (slot, tokens). In the block, work goes to the store's stream."""
+        """Ensure room in the cache for each (slot, tokens). Inside the block, work is queued on the store's
+        stream."""
         with torch.inference_mode(False), self.attention.lock, self.graphs.stream.use():
             with memory_errors(what):
                 for slot, tokens in room:
@@ -342,13 +352,13 @@ class GraphTarget(TransformersTarget):
 
 
 class CudaGraphTarget(GraphTarget):
-    """``TransformersTarget`` with captured passes and the tree attention. Its logits are the same up to rounding.
+    """``TransformersTarget`` with captured passes and the tree attention; logits are equal up to rounding.
 
     Args:
         model: a causal language model.
         facts: the model's facts.
-        attention: the attention for this model with its weights where they are now; captured passes hold their
-            addresses.
+        attention: the attention for this model. Captured passes contain the addresses of its weights, which must not
+            move.
         capacity: initial capacity of a slot, in tokens; when storage grows, passes are captured again.
         reason: why this path was chosen, in one line.
     """
@@ -370,7 +380,7 @@ class CudaGraphTarget(GraphTarget):
 
     @property
     def passes(self) -> dict[tuple[int, int, int], CapturedPass]:
-        """Captured passes by sequences, rows and columns that attention gets."""
+        """Captured passes by (sequences, rows, cache columns passed to attention)."""
         return self.graphs.passes
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
@@ -399,7 +409,7 @@ class CudaGraphTarget(GraphTarget):
         return [LogitsRows(logits, b) for b in range(len(trees))]
 
     def _width(self, longest: int) -> int:
-        """The number of columns that attention gets for sequences that end at column ``longest``."""
+        """The number of columns passed to attention for sequences that end at column ``longest``."""
         if self.attention.backend in IN_PLACE:
             return self.cache.capacity
         return min(self.cache.capacity, max(NARROWEST, 1 << (longest - 1).bit_length()))
@@ -408,7 +418,7 @@ class CudaGraphTarget(GraphTarget):
     def _visibility(
         self, trees: Sequence[TokenTree], lengths: Sequence[int], positions: torch.Tensor
     ) -> Iterator[Any]:
-        """Install the tree attention, which reads ancestor bits, so the model gets no mask."""
+        """Install the tree attention, which reads ancestor bits, so the model needs no mask."""
         committed = torch.tensor(lengths)
         words = pack_bits([tree.ancestors for tree in trees], positions.shape[1])
         arguments = (committed, words, positions - committed[:, None])
@@ -418,14 +428,15 @@ class CudaGraphTarget(GraphTarget):
 
 
 def division(rows: Sequence[int]) -> list[list[int]]:
-    """The sequences of each pass of a step, by index, given the rows of each sequence.
+    """Assign the sequences of a step to passes: their indices, by pass, given the rows of each sequence.
 
-    Every sequence of a pass is padded to the same number of rows, so sequences of similar size share a pass.
+    Each sequence of a pass is padded to the same number of rows, so sequences of similar size share a pass.
     """
     passes: list[list[int]] = []
     for index in sorted(range(len(rows)), key=lambda index: -rows[index]):
         if passes:
-            largest, sequences = rows[passes[-1][0]], len(passes[-1]) + 1
+            largest = rows[passes[-1][0]]
+            sequences = len(passes[-1]) + 1
             if (bucket_of(sequences, BATCHES) or inf) * (bucket_of(largest) or inf) <= MOST_ROWS:
                 passes[-1].append(index)
                 continue
@@ -444,7 +455,7 @@ def captured_attention(
         backend: the attention backend; "auto" is triton on an NVIDIA GPU if it is installed, and sdpa elsewhere.
 
     Returns:
-        the attention, or None if passes cannot be captured or compute different logits; and the reason, in one line.
+        the attention, or None if passes cannot be captured or their logits differ; and the reason, in one line.
     """
 
     def check() -> tuple[TreeAttention | None, str]:
@@ -492,13 +503,13 @@ def _check_captures(
 
 
 def host_reads(target: CudaGraphTarget) -> list[str]:
-    """File and line of what reads a value on the host in a pass, which a graph cannot contain; [] on a CPU.
+    """File and line of each host read in a pass, which a graph cannot contain; [] on a CPU.
 
-    Call it before anything is captured, because a failed capture leaves the device's random generator unusable.
-    Every bucket of rows is evaluated once before the check, so kernels are compiled, or fail to compile, before the
-    first text.
+    Call it before any capture, because a failed capture leaves the device's random generator unusable. Every bucket
+    of rows is evaluated once before the check, so kernels compile, or fail to, before the first request.
     """
-    device, sizes = target.model.device, [*((1, rows) for rows in BUCKETS), (2, BUCKETS[1])]
+    device = target.model.device
+    sizes = [*((1, rows) for rows in BUCKETS), (2, BUCKETS[1])]
     if not target.graphs.on_gpu:
         return []
     with target.with_room("a step", [(0, BUCKETS[-1])]):

@@ -1,22 +1,23 @@
-"""Does a path compute what the model computes? One check for all paths: tree steps, compiled and captured passes.
+"""Check that a path computes what the model computes. One check for all paths: tree steps, compiled and captured
+passes.
 
 A path evaluates a fixed trial, and each row x of its logits is compared with a row r of the model's own causal pass
-over the same text. The error of a row is the relative L2 distance. Both rows are centred first, because softmax does
-not change when a constant is added to all logits:
+over the same tokens. The error of a row is the relative L2 distance. Both rows are centred first, because softmax
+does not change when a constant is added to all logits:
 
     e(x, r) = |(x - mean x) - (r - mean r)| / |r - mean r|
 
 - float32 and float64: r is the model's own pass, and e must stay below ``Trial.tolerance``.
-- bfloat16 and float16: rounding alone makes e large, and ten times larger in some rows than in others. So r comes
-  from the model evaluated in float32, and e is divided by the error of the model's own pass in its dtype, row by row.
-  In no row may the path be more than ``MAX_ROW_FACTOR`` times as far from float32 as the model itself, and over all
-  rows no more than ``MAX_MEAN_FACTOR`` times. Two means must meet this limit: the root mean square shows a large
+- bfloat16 and float16: rounding alone makes e large, and ten times larger in some rows than in others. So r is
+  computed by the model in float32, and e is divided by the error of the model's own pass in its dtype, row by row. In
+  each row the path may be at most ``MAX_ROW_FACTOR`` times as far from float32 as the model itself, and
+  ``MAX_MEAN_FACTOR`` times over all rows. Two means must meet the latter limit: the root mean square reveals a large
   error in some rows, the geometric mean a small error in all rows, which a few large rounding errors would hide.
 
-A negative control takes the same path: a tree in which two rows have a wrong ancestor and one row is off by one
-position. The errors of these rows must be at least ``CONTROL_MARGIN`` times the largest error of the correct rows;
-otherwise the trial could not have detected such a fault. A failed trial is repeated with different prompts, and one
-success is enough: rounding may flip the choice of a router of experts in one text, but a faulty path fails in all.
+The negative control takes the same path. It is a tree in which two rows have a wrong ancestor and one row is off by
+one position. The errors of these rows must be at least ``CONTROL_MARGIN`` times the largest error of the correct
+rows; otherwise the trial could not detect such a fault. A failed trial is repeated with different prompts, and one
+success is enough: rounding may flip the choice of an expert router for one prompt, but a faulty path fails for all.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ MAX_ROW_FACTOR = 3.0
 MAX_MEAN_FACTOR = 1.5
 #: Smallest error of the negative control, as a multiple of the largest error of the correct rows.
 CONTROL_MARGIN = 2.0
-#: Dtypes that are judged by the model's own rounding error.
+#: Dtypes judged by the model's own rounding error.
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 # ------------------------------------------------------------------------------------------------ the trial
 
 #: Prompt lengths of slots 0 and 1, for each trial.
 PROMPT_LENGTHS = ((6, 4), (9, 5), (14, 3))
-#: Sliding windows and chunks up to this size are exceeded by the first prompt of every trial.
+#: The first prompt of every trial exceeds sliding windows and chunks up to this size.
 LONGEST_WINDOW = {"cpu": 128, "cuda": 8192}
 
 
 def trial_tree(token: int, vocabulary: int) -> TokenTree:
-    """A tree of eight rows whose branches leave at two depths, so that a row's column is not its position.
+    """A tree of eight rows that branches at two depths, so that a row's column is not its position.
 
     0 ─┬─ 1 ─┬─ 2 ── 3
        │     └─ 6 ── 7
@@ -76,16 +77,16 @@ def _tree(ids: Sequence[int], vocabulary: int, parents: Sequence[int]) -> TokenT
     return tree
 
 
-#: Rows of ``Trial.control_tree`` with a wrong ancestor, and with a wrong position.
+#: Rows of ``Trial.control_tree`` with a wrong ancestor and with a wrong position.
 WRONG_ANCESTOR, WRONG_POSITION = (5, 7), (3,)
-#: The path that a trial commits. Its last rows are neither adjacent to the first nor in place.
+#: The path that a trial commits. Its last rows are neither adjacent to the first ones nor in place.
 PATH = (0, 1, 6, 7)
 
 
 class Trial:
     """Prompts and trees of one comparison.
 
-    Each of two prompts is followed by two trees, with a commit after each; slot 0 then takes two steps of one row.
+    Each of two prompts is followed by two trees, with a commit after each; slot 0 then takes two single-row steps.
     Before the first trees, the control tree of slot 0 is evaluated once.
 
     Args:
@@ -122,7 +123,7 @@ class Trial:
         self.singles = [(17 + number) % vocabulary, (29 + number) % vocabulary]
 
     def texts(self) -> list[list[int]]:
-        """The text up to and including each row, in the order of the rows of ``run``."""
+        """The token sequence up to and including each row, in the order of the rows of ``run``."""
         prefixes = [list(prompt) for prompt in self.prompts]
         texts = [list(prompt) for prompt in self.prompts]
         for trees in self.trees:
@@ -166,7 +167,7 @@ class Trial:
         return wrong
 
     def control_error(self, logits: torch.Tensor, reference: torch.Tensor, unit: torch.Tensor) -> float:
-        """The error of the negative control: that of its weaker fault.
+        """The error of the negative control, that is, of its weaker fault.
 
         Args:
             logits: logits of the control tree.
@@ -177,11 +178,11 @@ class Trial:
         return min(float(errors[list(rows)].max()) for rows in self.controls)
 
     def reference(self, model: PreTrainedModel, in_two_passes: bool = False) -> torch.Tensor:
-        """Logits (rows, V) from the model's own causal passes, without cache and mask; shorter texts are padded at
-        the end, which causal attention does not see.
+        """Logits (rows, V) from the model's own causal passes, without cache and mask. Shorter sequences are padded
+        at the end, which causal attention does not see.
 
         Args:
-            in_two_passes: use two passes instead of one; other widths and batch sizes give other rounding.
+            in_two_passes: use two passes instead of one, because other widths and batch sizes round differently.
         """
         texts = [tuple(text) for text in self.texts()]
         prefixes = {text[:end] for text in texts for end in range(len(text))}
@@ -210,7 +211,7 @@ def _forward(target: Target, trees: list[tuple[int, TokenTree]]) -> list[torch.T
 
 
 def bit_equal_rows(target: Target) -> tuple[int, int]:
-    """Compare the rows of a tree, bit for bit, with steps of a single row over the same text.
+    """Compare the rows of a tree, bit for bit, with single-row steps over the same tokens.
 
     Args:
         target: any target whose slot 0 is free.
@@ -226,7 +227,8 @@ def bit_equal_rows(target: Target) -> tuple[int, int]:
     tree = (
         trial_tree(13, target.vocabulary) if target.depth_limit(0) >= 3 else TokenTree(13 % target.vocabulary)
     )
-    rows, equal = _forward(target, [(0, tree)]), 0
+    rows = _forward(target, [(0, tree)])
+    equal = 0
     target.release(0)
     for node, row in enumerate(rows):
         target.prefill([(0, prompt)])
@@ -252,11 +254,11 @@ def compare(
 
     Args:
         make_target: makes a fresh target of the path; called once per trial.
-        widened: whether the model is inside ``in_float32`` and is judged as in float32.
+        widened: whether the model runs inside ``in_float32`` and is judged as float32.
         kind: the class of the trials.
 
     Raises:
-        OutOfMemory: a pass did not fit in memory. Any other error comes from the path.
+        OutOfMemory: a pass did not fit in memory. Other errors of the path are not caught.
     """
     half = model.dtype in HALF_DTYPES and not widened
     limit = MAX_ROW_FACTOR if half else kind.tolerance
@@ -272,7 +274,8 @@ def compare(
         control = trial.control_error(control_logits, reference, unit)
         root_mean_square = errors.square().mean().sqrt()
         geometric_mean = (absolute / own_errors).clamp(min=0.1).log().mean().exp()
-        difference, mean = float(errors.max()), float(max(root_mean_square, geometric_mean))
+        difference = float(errors.max())
+        mean = float(max(root_mean_square, geometric_mean))
         stands_out = control >= CONTROL_MARGIN * difference
         ok = difference <= limit and stands_out and (mean <= MAX_MEAN_FACTOR or not half)
         if ok:
@@ -289,7 +292,7 @@ def compare(
 
 
 def _reference(model: PreTrainedModel, trial: Trial, half: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """A trial's reference logits (rows, V), the model's own error by row (rows,), and ``Equivalence.noise``."""
+    """A trial's reference logits (rows, V), the model's own error per row (rows,), and ``Equivalence.noise``."""
     own = trial.reference(model)
     if not half:
         return own, torch.ones(len(own), dtype=torch.float64), 0.0
@@ -299,8 +302,10 @@ def _reference(model: PreTrainedModel, trial: Trial, half: bool) -> tuple[torch.
             exact = trial.reference(model)
         errors = torch.maximum(distance(own, exact), distance(other, exact))
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        # The weights cannot be widened, for example if they are quantized. Estimate the error by two evaluations.
-        exact, errors = own, 2 * distance(other, own)
+        # The weights cannot be widened, for example because they are quantized. Estimate the error by two
+        # evaluations.
+        exact = own
+        errors = 2 * distance(other, own)
         errors = errors.new_full(errors.shape, float(errors.max()))
     noise = float(errors.square().mean().sqrt())
     return exact, errors.clamp(min=max(1e-6, 0.1 * float(errors.median()))), noise
@@ -317,13 +322,13 @@ def distance(rows: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 def differ(equivalence: Equivalence | None, ours: torch.Tensor, theirs: torch.Tensor) -> str:
     """Whether two evaluations of one row of logits, (V,) each, differ by more than rounding.
 
-    Each may be as far from float32 as ``compare`` allows a path to be, so they may be twice as far from each other.
+    Each may be as far from float32 as ``compare`` allows, so they may be twice as far from each other.
 
     Args:
         equivalence: the result of ``compare`` for the model; None applies the limit of float32.
 
     Returns:
-        "" if the difference is within the limit, else both figures in words.
+        "" if the difference is within the limit, else a phrase with both figures.
     """
     noise = equivalence.noise if equivalence is not None else 0.0
     limit = 2 * max(Trial.tolerance, MAX_ROW_FACTOR * noise)
@@ -333,7 +338,7 @@ def differ(equivalence: Equivalence | None, ours: torch.Tensor, theirs: torch.Te
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Evaluate a 16-bit model in float32 with its own weights, without a second copy. For one thread at a time.
+    """Evaluate a 16-bit model in float32 with its own weights, without a second copy. One thread at a time.
 
     Each module's weights are widened for the duration of its call. Embeddings look up rows in their own dtype and
     widen the result.
@@ -352,7 +357,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
         module._parameters.update(saved.pop()[1])
 
     with ExitStack() as hooks:
-        # If a call raises, its modules are still widened; restore them after all hooks are removed, outermost last.
+        # If a call raises, some modules are still widened; restore them after all hooks are removed, outermost last.
         hooks.callback(lambda: [module._parameters.update(weights) for module, weights in reversed(saved)])
         for module in model.modules():
             if isinstance(module, nn.Embedding):

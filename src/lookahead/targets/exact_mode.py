@@ -1,11 +1,11 @@
-"""Exact mode: the same bits with and without drafting, in any dtype, on any model whose operations allow it.
+"""Exact mode: bit-identical logits with and without drafting, in any dtype, for any model whose operations allow it.
 
-The rounding of a row depends on the shape of an operation and on the row's index in it. So every step, also in plain
-decoding, is evaluated in passes of a fixed number of rows R, whatever trees and sequences the rows come from, and
-attention is divided at absolute positions (``lookahead.attention.exact``). One condition remains, which is a property
-of the operations: the result of a row must depend neither on its index among the R rows nor on the other rows. A
-certificate (``targets.certificate``) checks this when a model is first used in exact mode; if it fails, exact mode is
-refused. Example with R = 4, two sequences whose trees have 3 and 2 rows:
+The rounding of a row depends on the shape of an operation and on the row's index in it. So every step, plain decoding
+included, is evaluated in passes of a fixed number of rows R, whatever trees and sequences the rows come from, and
+attention is divided at absolute positions (``lookahead.attention.exact``). One condition on the operations remains: a
+row's result must depend neither on its index among the R rows nor on the other rows. A certificate
+(``targets.certificate``) checks this when a model is first used in exact mode; if the check fails, exact mode is
+refused. Example with R = 4 and two sequences whose trees have 3 and 2 rows:
 
     pass 1:  a0  a1  a2  b0      plain decoding evaluates the same tokens in passes such as
     pass 2:  b1  (b1 b1 b1)      a0 (a0 a0 a0): rows in parentheses are copies of the first row
@@ -13,9 +13,9 @@ refused. Example with R = 4, two sequences whose trees have 3 and 2 rows:
 Prompts are evaluated by the model's own passes, each alone and in one pass, with and without drafting.
 
 On a GPU the passes are captured, and everything that changes from step to step is in one buffer. With the kernel,
-one graph serves every step. With torch's operations, the slots and pages that attention reads are part of a graph, so
+one graph serves every step. With torch operations, the slots and pages that attention reads are part of a graph, so
 their numbers are rounded up to powers of two; a page in which a row sees nothing does not change the row's bits.
-Only replays produce text; results of the warm-up before a capture are not used.
+Only replays produce output; results of the warm-up before a capture are discarded.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from .logits import LogitsBatch, LogitsRows
 from .transformers import TransformersTarget, run_model
 from .tree_cache import Placement, TreeCache
 
-#: R by type of device. A constant, not a measured optimum, so that a machine always gives the same text.
+#: R by device type. A constant, not a measured optimum, so that a machine always produces the same output.
 ROWS = {"cpu": 16, "cuda": 64}
 
-#: A row of a pass: slot, token, position, its column, the columns of its path from the root on, committed tokens T.
+#: A row of a pass: slot, token, position, column, the columns of its path from the root, committed tokens T.
 Row = tuple[int, int, int, int, list[int], int]
 
 
 class ExactTarget(TransformersTarget):
-    """``TransformersTarget`` whose rows have the same bits in any step.
+    """``TransformersTarget`` whose rows are bit-identical in any step.
 
     Args:
         model: a causal language model whose certificate holds.
@@ -83,8 +83,8 @@ class ExactTarget(TransformersTarget):
         return min(DEPTH, super().depth_limit(slot))
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
-        """Evaluate all rows of all trees in passes of R rows. Ancestors come before their descendants, so they are in
-        the same pass or an earlier one."""
+        """Evaluate all rows of all trees in passes of R rows. Ancestors precede their descendants, so they are in the
+        same pass or an earlier one."""
         self._check_rope(trees)
         rows: list[Row] = []
         for slot, tree in trees:
@@ -107,7 +107,7 @@ class ExactTarget(TransformersTarget):
         return scores
 
     def _evaluate(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Logits (n, V) of n <= R rows. The pass is padded with copies of the first row, which also write to its
+        """Logits (n, V) of n <= R rows. The pass is padded with copies of the first row, which write to the same
         column."""
         numbers = np.zeros((self.rows, 5 + WINDOW), np.int64)
         pages: dict[int, int] = {}
@@ -122,11 +122,12 @@ class ExactTarget(TransformersTarget):
         return self._run(torch.from_numpy(numbers), sorted(pages.items()))[: len(rows)]
 
     def _run(self, numbers: torch.Tensor, pages: list[tuple[int, int]]) -> torch.Tensor:
-        """Logits (R, V) of a pass, from its rows (R, 5 + WINDOW) and the (slot, number of pages) below them."""
+        """Logits (R, V) of a pass, from its rows (R, 5 + WINDOW) and the (slot, page count) pairs that they attend
+        to."""
         return self.evaluate(numbers.to(self.model.device), pages)
 
     def evaluate(self, numbers: torch.Tensor, pages: list[tuple[int, int]]) -> torch.Tensor:
-        """The part that can be captured: from the rows (R, 5 + WINDOW) on the device to the logits (R, V)."""
+        """The capturable part: from the rows (R, 5 + WINDOW) on the device to the logits (R, V)."""
         ids, positions, slots, columns, counts = numbers[:, :5].T.contiguous()
         self.cache.placement = Placement(slots[None], columns[None], slice(None), self.cache.capacity)
         arguments = (slots, positions, counts, numbers[:, 5:], pages)
@@ -137,13 +138,13 @@ class ExactTarget(TransformersTarget):
 
 def _experts_row_by_row(model: PreTrainedModel) -> AbstractContextManager[None]:
     """A context in which a mixture of experts evaluates each row separately. Otherwise, the rows of an expert share a
-    matrix product, whose shape depends on the other rows."""
+    matrix product whose shape depends on the other rows."""
     mixture = model._can_set_experts_implementation()
     return implementation(model, "batched_mm", "_experts_implementation") if mixture else nullcontext()
 
 
 class CapturedExactTarget(GraphTarget, ExactTarget):
-    """``ExactTarget`` with captured passes, and the same arguments."""
+    """``ExactTarget`` with captured passes; same arguments."""
 
     def __init__(
         self,
@@ -178,7 +179,7 @@ class CapturedExactTarget(GraphTarget, ExactTarget):
 
 
 def exact_target_class(attention: TreeAttention) -> type[ExactTarget]:
-    """The class of target for an attention: with captured passes or without."""
+    """The target class for an attention, with or without captured passes."""
     return CapturedExactTarget if attention.captured else ExactTarget
 
 

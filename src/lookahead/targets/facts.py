@@ -1,4 +1,4 @@
-"""Sizes and properties of a transformers model that targets need, read once."""
+"""Sizes and properties of a transformers model that targets need. Read once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class PassFacts(Limits):
-    """What any forward pass of a model needs, besides ``Limits``.
+    """What every forward pass of a model needs, in addition to ``Limits``.
 
     Attributes:
         cache_name: the name of the cache among the arguments of ``forward``.
         accepts_position_ids, accepts_logits_to_keep: whether ``forward`` has an argument of that name.
         kinds: the kinds of attention layers.
-        rotary: resets rotary frequencies; must be called before every pass.
+        rotary: resets rotary frequencies; call its ``before`` ahead of every pass.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -38,7 +38,7 @@ class PassFacts(Limits):
 
 
 class ModelFacts(PassFacts):
-    """What token trees need, besides ``PassFacts``.
+    """What token trees need, in addition to ``PassFacts``.
 
     Attributes:
         alibi: the bias of an ALiBi model, or None.
@@ -51,7 +51,7 @@ class ModelFacts(PassFacts):
         self.alibi = AlibiBias.of(model, self.config)
         self.shapes: list[tuple[int, int, int] | None] = []
         self.dtype: torch.dtype = model.dtype
-        # The model's own cache shows the shapes once it holds one token.
+        # The model's own cache reveals the shapes after one token.
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self.config)
@@ -81,14 +81,14 @@ def _rope_boundary(config: Any) -> tuple[str, int]:
 
 
 class RotaryReset:
-    """Makes rotary frequencies depend on the current text only.
+    """Makes rotary frequencies depend on the current sequence only.
 
-    With dynamic NTK scaling, transformers computes new frequencies for each new largest length, and returns to the
-    original frequencies only for a text shorter than the trained length. A text of a length in between would be
-    decoded with the frequencies of an earlier text.
+    With dynamic NTK scaling, transformers computes new frequencies for each new maximum length, and returns to the
+    original ones only for a sequence shorter than the trained length. A sequence of a length in between would be
+    decoded with the frequencies of an earlier one.
 
     Args:
-        model: any model; without such scaling, it needs no reset.
+        model: any model; a no-op without such scaling.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -97,12 +97,12 @@ class RotaryReset:
         ]
 
     def before(self, positions: torch.Tensor) -> None:
-        """Reset the frequencies if needed. Call it before a pass over rows at these positions."""
+        """Reset the frequencies if necessary. Call it before a pass over rows at these positions."""
         for module in self._modules:
             length = int(positions.max()) + 1
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
                 if getattr(module, name) > max(length, module.original_max_seq_len):
-                    # Models with several kinds of layers have frequencies for each, named with the kind as prefix.
+                    # Models with several kinds of layers keep frequencies for each, with the kind as a name prefix.
                     prefix = name.removesuffix("max_seq_len_cached")
                     original = getattr(module, f"{prefix}original_inv_freq")
                     original = original.to(getattr(module, f"{prefix}inv_freq"))

@@ -1,8 +1,8 @@
-"""Results of checks of a model, remembered until the model changes.
+"""Results of model checks, cached until the model changes.
 
-``fingerprint`` cheaply detects where weights are stored, whether they were written to, and which functions are
-called. It does not detect writes without torch's knowledge, by ``weight.data += delta`` or through another view of
-the memory; ``lookahead.refresh`` is for these.
+``fingerprint`` cheaply detects moved weights, writes to weights, and replaced functions. It does not detect writes
+that bypass torch's version counter (``weight.data += delta``, or another view of the memory); call
+``lookahead.refresh`` after these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _remembered: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakre
 
 def remember(model: Any, name: str, compute: Callable[[], _Result]) -> _Result:
     """The result of ``compute``, computed once per model and name until the model's fingerprint changes."""
-    results, key = _remembered.setdefault(model, {}), fingerprint(model)
+    results = _remembered.setdefault(model, {})
+    key = fingerprint(model)
     if name not in results or results[name][0] != key:
         results[name] = key, compute()
     result: _Result = results[name][1]
@@ -29,21 +30,21 @@ def remember(model: Any, name: str, compute: Callable[[], _Result]) -> _Result:
 
 
 def forget(model: Any, prefix: str = "") -> None:
-    """Drop the remembered results of a model whose names begin with ``prefix``."""
+    """Drop the cached results of a model whose names begin with ``prefix``."""
     results = _remembered.get(model, {})
     for name in [name for name in results if name.startswith(prefix)]:
         del results[name]
 
 
 #: The module of transformers' hooks that capture hidden states and attentions. They stay on a model after a call with
-#: ``output_hidden_states`` or ``output_attentions``, and do nothing in other calls.
+#: ``output_hidden_states`` or ``output_attentions``, and are no-ops in other calls.
 CAPTURING = "transformers.utils.output_capturing"
 INSTALLED = "_output_capturing_hooks_installed"
 
 
 def active_hooks(hooks: Mapping[int, Any]) -> list[Any]:
-    """Hooks that may change what a module computes, without those that transformers leaves behind and without this
-    library's own, by which a pass in another thread collects hidden states."""
+    """Hooks that may change what a module computes: all except those that transformers leaves behind and this
+    library's own, with which a pass in another thread collects hidden states."""
     passive = CAPTURING, f"{__package__}.transformers"
     return [hook for hook in hooks.values() if getattr(hook, "__module__", None) not in passive]
 
@@ -52,7 +53,7 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
     """A value that changes when a weight, buffer, module, method, hook, attribute or setting of the model changes.
 
     It also changes when torch.autocast is switched on or off. Settings whose names begin with "_" belong to
-    transformers; only the attention implementation counts among them.
+    transformers; among them, only the attention implementation counts.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):  # nothing else can change its weights

@@ -1,4 +1,4 @@
-"""A light head (``models.head_file``) in torch: what is trained, and what runs alongside models on a GPU."""
+"""A light head (``models.head_file``) in torch, for training and for drafting on a GPU."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.nn.functional import linear, rms_norm, silu
 from ..models.head_file import HeadWeights
 
 EPSILON = 1e-6
-#: The deviation of ``down`` before training: the first guess of the next hidden state is the hidden state itself.
+#: Initial standard deviation of ``down``, so small that the untrained head predicts the hidden state itself.
 FIRST_DEVIATION = 1e-3
 
 
 class HeadNetwork(nn.Module):
-    """The trained part: h' = h + down(silu(gate z) * up z) with z = [norm(h); norm(e)].
+    """The trained part: h' = h + down(silu(gate z) * up z), z = [norm(h); norm(e)].
 
     Args:
         hidden, width: sizes of a hidden state and of the block.
@@ -37,7 +37,7 @@ class HeadNetwork(nn.Module):
         nn.init.normal_(self.down, std=FIRST_DEVIATION)
 
     def forward(self, states: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """The guessed states (..., hidden) under the next tokens."""
+        """The predicted hidden states (..., hidden) under the next tokens."""
         size = self.hidden_norm.shape
         h = rms_norm(states, size, self.hidden_norm, EPSILON)
         e = rms_norm(embedded, size, self.embedding_norm, EPSILON)
@@ -56,7 +56,7 @@ class HeadNetwork(nn.Module):
 
     @classmethod
     def of(cls, weights: HeadWeights) -> HeadNetwork:
-        """The network with these weights."""
+        """A network with these weights."""
         network = cls(weights.hidden, weights.width)
         with torch.no_grad():
             for name, parameter in network.named_parameters():
@@ -77,10 +77,15 @@ class TorchHead:
     def __init__(
         self, weights: HeadWeights, output: torch.Tensor, embed: Callable[[Sequence[int]], torch.Tensor]
     ) -> None:
-        self.hidden, self.levels, self.shortlist = weights.hidden, weights.levels, weights.shortlist
-        self.counts, self.cost = weights.counts, 0.0
+        self.hidden = weights.hidden
+        self.levels = weights.levels
+        self.shortlist = weights.shortlist
+        self.counts = weights.counts
+        self.cost = 0.0
         self._network = HeadNetwork.of(weights).to(output.device, output.dtype).requires_grad_(False)
-        self._output, self._scale, self._embed = output, weights.scale, embed
+        self._output = output
+        self._scale = weights.scale
+        self._embed = embed
 
     def guess(
         self, states: np.ndarray[Any, Any], tokens: Sequence[int], k: int

@@ -18,18 +18,18 @@ from ..records import cache_folder
 from .own_model import OwnModel
 
 Array = np.ndarray[Any, np.dtype[Any]]
-#: Paths whose targets give hidden states (``Scores.hidden``).
+#: Paths whose targets provide hidden states (``Scores.hidden``).
 PATHS = ("cpu", "transformers", "cuda-graph")
-#: The heads that come with this package.
+#: The heads included in this package.
 INCLUDED = Path(__file__).parent / "heads"
-#: Calls of the head that are timed.
+#: Timed calls of the head.
 ROUNDS = 8
-#: Heads by model; the key is what was wanted, and the path.
+#: Heads by model; the key is (requested head, target path).
 _of_models: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Any]] = weakref.WeakKeyDictionary()
 
 
 def sizes_of(model: Any) -> tuple[int, int]:
-    """(tokens of the vocabulary, numbers of a hidden state) of a model."""
+    """(vocabulary size, hidden size) of a model."""
     compiled = getattr(model, "compiled", None) if isinstance(model, OwnModel) else None
     if compiled is not None:
         return compiled.vocabulary, compiled.blueprint.hidden
@@ -40,10 +40,10 @@ def sizes_of(model: Any) -> tuple[int, int]:
 
 
 def row_readers(model: Any) -> tuple[Callable[[Sequence[int]], Array], Callable[[Sequence[int]], Array]]:
-    """Two functions (tokens) -> fp32 (n, hidden): their embeddings, and their rows of the output matrix.
+    """Two functions (tokens) -> fp32 (n, hidden): their embeddings and their rows of the output matrix.
 
     Raises:
-        SettingsError: the model does not give hidden states, or these rows have other sizes.
+        SettingsError: the model provides no hidden states, or these rows have other sizes.
     """
     sizes_of(model)
     if isinstance(model, OwnModel):
@@ -70,7 +70,7 @@ def make_head(model: Any, path: str, weights: HeadWeights) -> Any:
     """The head of a model whose target has this path: compiled on a CPU, in torch elsewhere.
 
     Raises:
-        SettingsError: the path gives no hidden states, or the head is of another model.
+        SettingsError: the path provides no hidden states, or the head belongs to another model.
     """
     if path not in PATHS:
         raise SettingsError(f"a light head needs hidden states, and the path {path!r} does not give them")
@@ -88,16 +88,16 @@ def make_head(model: Any, path: str, weights: HeadWeights) -> Any:
 
 
 def own_head_file(model: Any) -> Path:
-    """Where the light head of a model is kept that was trained on this machine.
+    """Where a light head trained on this machine for a model is stored.
 
-    The name depends on the model's sizes and not on its weights: a head that was trained alongside 4-bit weights
-    serves the same model in bf16.
+    The name depends on the model's sizes, not on its weights, so a head trained on 4-bit weights also serves the
+    same model in bf16.
     """
     return cache_folder() / "heads" / f"{table_name(model.config)}.safetensors"
 
 
 def find_head(model: Any) -> Path | None:
-    """The light head of a model: the one trained on this machine, else the one of this package; None if neither."""
+    """The light head of a model: the one trained on this machine, else the included one, else None."""
     for file in (own_head_file(model), INCLUDED / own_head_file(model).name):
         if file.is_file():
             return file
@@ -107,16 +107,16 @@ def find_head(model: Any) -> Path | None:
 def head_of(
     model: Any, path: str, wanted: str, make_target: Callable[[], Target], notice: Callable[[str], None]
 ) -> Any:
-    """The light head that a drafter wants, or None.
+    """The light head that a drafter asks for, or None.
 
-    All sequences of a model share it. The first time that it cannot be used, ``notice`` receives one line that says
-    why.
+    All sequences of a model share it. The first time that it cannot be used, ``notice`` receives the reason, in one
+    line.
 
     Args:
         model: a loaded model.
         path: the path of its targets.
-        wanted: the head's path; or "auto" for that of ``find_head``, if there is one.
-        make_target: makes a target, to measure what a call of the head costs.
+        wanted: the head's path, or "auto" for the result of ``find_head``, if any.
+        make_target: makes a target, to measure the cost of a head call.
     """
     heads = _of_models.setdefault(model, {})
     key = wanted, path
@@ -129,15 +129,17 @@ def head_of(
                 head.cost = measured_cost(head, make_target())
                 heads[key] = head
         except SettingsError as error:
-            if wanted != "auto" or path in PATHS:  # nobody asked for a head by its name
+            if wanted != "auto" or path in PATHS:  # "auto" was no explicit request
                 notice(f"{error}; decoding goes on without a light head")
     return heads[key]
 
 
 def measured_cost(head: Any, target: Target) -> float:
-    """Seconds of a call of the head, in plain steps of the target. Each call follows a pass, which empties the
-    processor's caches."""
-    state, calls, steps = np.zeros((1, head.hidden), np.float32), list[float](), list[float]()
+    """The time of a head call, in plain steps of the target. Each call follows a pass, which evicts the processor's
+    caches."""
+    state = np.zeros((1, head.hidden), np.float32)
+    calls = list[float]()
+    steps = list[float]()
     target.prefill([(0, [0])])
     for _ in range(ROUNDS):
         begin = perf_counter()
@@ -149,7 +151,7 @@ def measured_cost(head: Any, target: Target) -> float:
         steps.append(evaluated - begin)
         calls.append(perf_counter() - evaluated)
     target.release(0)
-    return median(calls[1:]) / median(steps[1:])  # the first ones compile
+    return median(calls[1:]) / median(steps[1:])  # the first calls compile
 
 
 def _name(model: Any) -> str:

@@ -1,4 +1,4 @@
-"""What is known of a model: its limits, comparisons of its passes, its probe; and memory errors of a pass.
+"""What is known about a model: its limits, comparisons of its passes, and its probe. Also memory errors of a pass.
 
 This module does not import torch.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from ..core import OutOfMemory
 
-#: The position limit of a model without one: more than any text has.
+#: The position limit of a model without one; longer than any sequence.
 NO_LIMIT = 1 << 30
 #: The share of a device's memory that the captured passes of a model may take (``targets.cuda_graphs``).
 GRAPH_MEMORY = 0.1
@@ -25,7 +25,7 @@ class Limits:
         config: the text config.
         vocabulary: V, the columns of the logits.
         max_positions: positions that the model was trained for; ``NO_LIMIT`` without a limit.
-        rope_type, rope_boundary: the type of rotary positions whose frequencies depend on the length of the text, and
+        rope_type, rope_boundary: the type of rotary positions whose frequencies depend on the sequence length, and
             the position at which they change; ("", ``NO_LIMIT``) if they do not change.
     """
 
@@ -33,12 +33,15 @@ class Limits:
     rope_boundary: int = NO_LIMIT
 
     def __init__(self, config: Any, vocabulary: int, max_positions: int) -> None:
-        self.config, self.vocabulary, self.max_positions = config, vocabulary, max_positions
+        self.config = config
+        self.vocabulary = vocabulary
+        self.max_positions = max_positions
 
 
 @dataclass(frozen=True, slots=True)
 class Equivalence:
-    """The result of a comparison. Errors are relative L2 distances; in 16 bits, they are divided by the model's own.
+    """The result of a comparison. Errors are relative L2 distances; in 16 bits, they are divided by the model's own
+    error.
 
     Attributes:
         ok: whether the path may be used.
@@ -47,7 +50,7 @@ class Equivalence:
             ``difference``.
         limit: the largest ``difference`` allowed.
         noise: the model's own relative error against float32, root mean square; 0 in float32 and float64.
-        reason: these figures in words.
+        reason: these figures as a phrase.
     """
 
     ok: bool
@@ -60,15 +63,15 @@ class Equivalence:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the probe of a model found; ``paths.probe`` makes it.
+    """The result of ``paths.probe`` for a model.
 
     Attributes:
         mode: "tree", "batch-rows" (a tree's paths as rows of a batch), or "plain" (one row per step).
         reason: why, in one line with the figures.
         equivalence: the last completed comparison; None if there was none.
         facts: the model's facts, for targets that evaluate trees; None in the other modes.
-        half: whether logits are rounded to 16 bits or less, so that near ties may be resolved either way on a path
-            that is equal up to rounding.
+        half: whether logits are rounded to 16 bits or less, so a path that is equal up to rounding may resolve near
+            ties either way.
     """
 
     mode: str
@@ -80,10 +83,10 @@ class Probe:
 
 @contextmanager
 def memory_errors(what: str) -> Iterator[None]:
-    """Turn an allocation error into ``OutOfMemory``, after which the decoding loop tries fewer rows.
+    """Turn an allocation error into ``OutOfMemory``, after which the decoding loop retries with fewer rows.
 
     Args:
-        what: what did not fit, for the message.
+        what: what did not fit; used in the message.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The logits of one forward pass, read by node. Torch is loaded only if a whole row is read."""
+"""The logits of one forward pass, read by node. Torch is imported only if a whole row is read."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """For each row, the token with the largest logit, the lowest of equals; -1 if a logit is NaN."""
+    """For each row, the token with the largest logit, the lowest token among ties; -1 if a logit is NaN."""
     values, tokens = logits.max(dim=-1)
     return tokens.masked_fill(values.isnan(), -1)  # the maximum of numbers and NaN is NaN
 
 
 class Logits(ABC):
-    """The logits of a pass: (B, R, V), of the rows that need logits."""
+    """The logits (B, R, V) of a pass, for the rows that need them."""
 
     _top: tuple[Numbers, Numbers] | None = None
 
@@ -38,16 +38,16 @@ class Logits(ABC):
     def host(self, b: int, r: int) -> tuple[Numbers, Numbers | None] | None:
         """The same logits and the largest of each group of 32 tokens, if known, as float32 in CPU memory.
 
-        They are valid until the next pass. None if the logits are on another device.
+        Valid until the next pass. None if the logits are on another device.
         """
 
     @abstractmethod
     def argmax(self, b: int, r: int) -> int:
-        """The token with the largest logit in row r of sequence b, the lowest of equals; -1 on NaN."""
+        """The token with the largest logit in row r of sequence b, the lowest token among ties; -1 on NaN."""
 
     @abstractmethod
     def hidden(self, b: int, r: int) -> Numbers | None:
-        """The hidden state (hidden,) float32 of row r of sequence b; None if the pass did not keep them."""
+        """The hidden state (hidden,) float32 of row r of sequence b; None if the pass kept none."""
 
     @abstractmethod
     def _search(self, k: int) -> tuple[Numbers, Numbers]:
@@ -61,7 +61,7 @@ class Logits(ABC):
         return ids[..., :k], odds[..., :k]
 
     def best(self, b: int, r: int) -> int:
-        """The token with the largest logit in row r of sequence b, the lowest of equals.
+        """The token with the largest logit in row r of sequence b, the lowest token among ties.
 
         Raises:
             NumericalError: a logit is NaN.
@@ -76,8 +76,8 @@ class Logits(ABC):
 
 
 class LogitsBatch(Logits):
-    """Logits that torch has computed. The argmaxes of all rows are copied to the host at once, and so are the k best
-    tokens of each.
+    """Logits computed by torch. The argmaxes of all rows are copied to the host at once, as are the k best tokens of
+    each row.
 
     Args:
         logits: (B, R, V).
@@ -115,7 +115,7 @@ class LogitsBatch(Logits):
         import torch
 
         values, tokens = logits.topk(k, dim=-1)
-        # One copy for both. float32 represents integers exactly only up to 2 ** 24, so the ids keep their own bits.
+        # One copy for both. float32 represents integers exactly only up to 2 ** 24, so the ids are copied bit by bit.
         log_odds = values.float() - values[..., :1].float()
         both = torch.stack((tokens.int().view(torch.float32), log_odds)).cpu().numpy()
         return both[0].view(np.int32), both[1]
@@ -126,14 +126,14 @@ def as_float32(numbers: Numbers) -> Numbers:
     return (numbers.astype(np.int32) << 16).view(np.float32) if numbers.dtype == np.int16 else numbers
 
 
-#: Best tokens of a row that ``packed`` holds: as many as drafters ask for.
+#: Best tokens per row in ``packed``: as many as drafters ask for.
 PACKED_TOP = 8
 
 
 def packed(logits: torch.Tensor) -> torch.Tensor:
-    """What is read of most rows, in one tensor: (B, R, 1 + 2k) int32 from logits (B, R, V).
+    """What the host reads for most rows, in one tensor: (B, R, 1 + 2k) int32 from logits (B, R, V).
 
-    A row's ``best_tokens``, its k best tokens, and the bits of their float32 log-odds against the best one.
+    Each row has its ``best_tokens``, its k best tokens, and the bits of their float32 log-odds against the best one.
     """
     import torch
 
@@ -144,11 +144,11 @@ def packed(logits: torch.Tensor) -> torch.Tensor:
 
 
 class CopiedLogits(LogitsBatch):
-    """Logits on a device, of which ``packed`` is being copied to the host.
+    """Logits on a device, whose ``packed`` form is being copied to the host.
 
     Args:
         logits: (B, R, V).
-        copy: the copy of ``packed(logits)``, and possibly of further rows and sequences.
+        copy: the copy of ``packed(logits)``, possibly with further rows and sequences.
         hidden: their hidden states (B, R, hidden), if they were kept.
     """
 
@@ -180,7 +180,7 @@ def _as_numpy(logits: torch.Tensor) -> Numbers:
 
 
 class HostLogits(Logits):
-    """Logits in CPU memory that torch has not computed, of rows of any sequences: (1, R, V).
+    """Logits (1, R, V) in CPU memory that torch did not compute; rows may come from several sequences.
 
     Args:
         rows: (R, V) float32, or int16 for the bits of bf16.
@@ -189,7 +189,9 @@ class HostLogits(Logits):
     """
 
     def __init__(self, rows: Numbers, peaks: Numbers | None = None, states: Numbers | None = None) -> None:
-        self.rows, self.peaks, self.states = rows, peaks, states
+        self.rows = rows
+        self.peaks = peaks
+        self.states = states
 
     def row(self, b: int, r: int) -> torch.Tensor:
         """A copy of the row."""
@@ -216,7 +218,7 @@ class LogitsRows:
     Args:
         batch: logits of the pass.
         b: index of the sequence.
-        nodes: the node of each row of logits; None if they are all nodes in order.
+        nodes: the node of each row of logits; None for all nodes in order.
         start: the row of the first of them.
     """
 
@@ -237,7 +239,7 @@ class LogitsRows:
         return self._batch.row(self._b, self._row_of(node))
 
     def hidden(self, node: int) -> Numbers | None:
-        """The hidden state (hidden,) float32 under ``node``; None if the pass did not keep them."""
+        """The hidden state (hidden,) float32 under ``node``; None if the pass kept none."""
         return self._batch.hidden(self._b, self._row_of(node))
 
     def host(self, node: int) -> tuple[Numbers, Numbers | None] | None:

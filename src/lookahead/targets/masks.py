@@ -22,9 +22,9 @@ below it, and each row of level 1 (b0 b1 b2) hangs below the row of its column. 
     c0       #  .  .  .  .  .  #  .
     c1       #  .  .  .  .  .  #  #
 
-(``tests/test_targets.py`` compares this drawing with the mask.) A row's column is not its position, so sliding
-windows, chunks and position biases must use positions. Masks are additive floats, because eager attention adds a bool
-4-D mask to the scores without a warning.
+(``tests/test_targets.py`` checks this drawing against the mask.) A row's column is not its position, so sliding
+windows, chunks and position biases must use positions. Masks are additive floats, because eager attention silently
+adds a boolean 4-D mask to the scores.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .cuda import to_device
 
 @dataclass(frozen=True, slots=True)
 class LayerKinds:
-    """The attention patterns of a model's layers. A model with several kinds expects one mask per kind, by name.
+    """The attention patterns of a model's layers. A model with several kinds expects a dict of masks by kind.
 
     Attributes:
         kinds: names as in ``config.layer_types``; one entry if all layers are of the same kind.
@@ -81,7 +81,7 @@ def stack_rows(trees: Sequence[TokenTree], lengths: Sequence[int], rows: int) ->
 def key_positions(positions: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """The position of the token in every cache column, (B, longest prefix + Q).
 
-    Columns after a sequence's rows hold no token; they get position 0. The mask hides them.
+    Columns after a sequence's rows hold no token and get position 0; the mask hides them.
     """
     rows = positions.shape[1]
     result = torch.arange(max(lengths) + rows).repeat(len(lengths), 1)
@@ -103,7 +103,8 @@ def attention_masks(
 
     It is 0 if a row sees a key, and the dtype's lowest number if not (drawn above).
     """
-    rows, query = positions.shape[1], positions[:, :, None]
+    rows = positions.shape[1]
+    query = positions[:, :, None]
     keys = key_positions(positions, lengths)[:, None]
     seen = torch.zeros(len(trees), rows, keys.shape[2], dtype=torch.bool)
     bits = unpack_bits(pack_bits([tree.ancestors for tree in trees], rows))
@@ -127,7 +128,7 @@ class AlibiBias:
     """The attention bias of ALiBi models (Bloom, Falcon, MPT), by position.
 
     These models count keys by cache column, but in a tree step a row's column is not its position. During a pass,
-    module pre-hooks replace the bias of each block by the values at the keys' positions.
+    module pre-hooks replace the bias of each block with the values at the keys' positions.
 
     Attributes:
         name: the name of the blocks' argument with the bias: ``alibi``, or ``position_bias`` (MPT; no batch axis).

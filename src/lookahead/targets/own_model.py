@@ -1,4 +1,4 @@
-"""Models that are not transformers modules: packed weights, and models that llama.cpp evaluates."""
+"""Models that are not transformers modules: packed weights, and models run by llama.cpp."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OwnConfig(SimpleNamespace):
     """The fields of a transformers config that this library reads."""
 
     def get_text_config(self, decoder: bool = True) -> OwnConfig:
-        """The config itself, because such models read text only."""
+        """The config itself, because such models are text-only."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -25,7 +25,7 @@ class OwnConfig(SimpleNamespace):
 
 
 def weights_of(file: GGUFFile) -> tuple[str, int]:
-    """``OwnModel.weights`` and ``OwnModel.parameter_count`` of a GGUF file."""
+    """``OwnModel.weights`` and ``OwnModel.parameter_count`` for a GGUF file."""
     sizes = dict[str, int]()
     for tensor in file.tensors.values():
         if len(tensor.shape) > 1:
@@ -56,7 +56,7 @@ class NeedsModule(SettingsError, AttributeError):
 
 
 class OwnModel(ABC):
-    """A model that is used instead of a transformers model. It brings its own path.
+    """A model used instead of a transformers model, with its own path.
 
     Attributes:
         path: ``Target.path`` of its targets.
@@ -64,9 +64,9 @@ class OwnModel(ABC):
         instead: what to do if another path is wanted.
         weights: the types of its weights, for display, those with the most bytes first, as in "Q4_K + Q6_K".
         parameter_count: the number of its weights.
-        config, generation_config: those of transformers, or objects with the fields that a file has.
+        config, generation_config: as in transformers, or objects with the fields found in the file.
         facts: properties that targets need.
-        description: one line about the model and what computes its passes.
+        description: one line about the model and its backend.
         device: the device of the logits.
     """
 

@@ -1,13 +1,13 @@
-"""The ways to evaluate a model's steps: one ordered list, of which a model takes the first that works.
+"""The ways to evaluate a model's steps, in one ordered list. A model takes the first that works.
 
-Each path says for a model: a target, or why there is none; and whether its rows have the same bits in a step of any
-size, or are equal up to rounding. Models that are not transformers modules (``OwnModel``) bring their own target.
+For a given model, a path makes a target or explains why it cannot. Its rows are either bit-identical in a step of any
+size, or equal up to rounding. Models that are not transformers modules (``OwnModel``) make their own target.
 
-Which paths suit a transformers model is probed once: a token tree is evaluated on the real model and compared with
-the model's own causal passes. If they differ, or the model cannot evaluate a tree, the tree's paths as batch rows are
-compared with plain decoding. If these differ too, the model decodes one row per step, and the reason says why.
+A transformers model is probed once: a token tree is evaluated on the model and compared with its own causal passes.
+If they differ, or the model cannot evaluate a tree, the tree's paths as batch rows are compared with plain decoding.
+If these differ too, the model decodes one row per step, and ``reason`` explains why.
 
-This module does not import torch before it meets a transformers model.
+This module does not import torch until it is given a transformers model.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class Path:
         name: ``Target.path`` of its targets.
         bit_equal: whether drafting changes no bit of the logits; else rows are equal up to rounding.
         suits: (model, probe) -> whether ``path="auto"`` tries it.
-        make: (model, probe, capacity, reason) -> a target, or why there is none, in one line. ``reason`` says why no
-            earlier path was taken, or else what the probe found.
-        notice: a warning, once per model, if ``path="auto"`` tries it and has to take a later one; "" for none.
+        make: (model, probe, capacity, reason) -> a target, or why there is none, in one line. ``reason`` is why no
+            earlier path was taken, or else the probe's result.
+        notice: a warning, given once per model if ``path="auto"`` tries this path and has to take a later one; "" for
+            none.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Path:
 
 
 def probe(model: PreTrainedModel | OwnModel) -> Probe:
-    """Probe a model. The result is remembered until the model changes (``fingerprint``).
+    """Probe a model. The result is cached until the model changes (``fingerprint``).
 
     Raises:
         SettingsError: not a decoder-only language model, or a row's rounding depends on the other rows of its pass.
@@ -70,7 +71,7 @@ def probe(model: PreTrainedModel | OwnModel) -> Probe:
 def make_target(
     model: PreTrainedModel | OwnModel, capacity: int = 256, path: str = "auto", exact: bool = False
 ) -> Target:
-    """A fresh target. ``target.path`` and ``target.reason`` say which kind was chosen, and why.
+    """A fresh target. ``target.path`` and ``target.reason`` tell which path was chosen and why.
 
     Args:
         model: a causal language model.
@@ -79,7 +80,7 @@ def make_target(
         exact: allow only paths on which drafting changes no bit of the logits.
 
     Raises:
-        SettingsError: the path is not available for this model, or it has no exact path.
+        SettingsError: the path is not available for this model, or the model has no exact path.
     """
     if isinstance(model, OwnModel):
         asked = f"the path {path!r}" if path not in ("auto", model.path) else ""
@@ -105,14 +106,14 @@ def make_target(
         if path == "auto" and each.notice:
             remember(model, f"notice {each.name}", partial(_warn, f"{each.notice.format(reason=reason)}"))
     if exact and path == "auto":
-        raise SettingsError(f"exact=True is not available for this model: {reason}; leave exact out")
+        raise SettingsError(f"exact=True is not available for this model: {reason}; omit exact")
     raise SettingsError(f"the {path} path is not available for this model: {reason}; use path='auto'")
 
 
 def shortfall(model: Any, target: Target) -> str:
-    """How a model runs if that is slower than its kind can, and why; "" if it does not."""
+    """How and why a model runs slower than its kind can; "" if it does not."""
     if target.path == "plain":
-        return f"plainly, without drafts: {target.reason}"
+        return f"with plain decoding, without drafts: {target.reason}"
     if target.path == "transformers" and model.device.type == "cpu":
         from ..models.module_families import REGISTRY
 
@@ -122,7 +123,7 @@ def shortfall(model: Any, target: Target) -> str:
 
 
 def on_gpu(model: PreTrainedModel) -> bool:
-    """Whether passes should be captured if they can be."""
+    """Whether passes should be captured if possible."""
     return bool(model.device.type == "cuda")
 
 
@@ -134,7 +135,7 @@ def _warn(text: str) -> None:
 
 
 def _cpu(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) -> Target | str:
-    """Compiled passes, whose rows have the same bits in a step of any size."""
+    """Compiled passes, whose rows are bit-identical in a step of any size."""
     from .cpu.cpu_target import CpuTarget
     from .facts import ModelFacts
 
@@ -146,7 +147,7 @@ def _cpu(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) -> T
 
 
 def _compiled(model: PreTrainedModel, facts: ModelFacts) -> tuple[CompiledModel | None, str]:
-    """The compiled model and its comparison with the model's own passes; (None, why) if it cannot be used."""
+    """The compiled model and its comparison with the model's own passes; (None, reason) if it cannot be used."""
     import torch
 
     from ..models.blueprint import Unsupported
@@ -196,7 +197,7 @@ def _transformers(model: PreTrainedModel, probed: Probe, capacity: int, reason: 
 
 
 def _exact(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) -> Target | str:
-    """The model's own passes, of a fixed number of rows; bit-equal if its certificate holds."""
+    """The model's own passes with a fixed number of rows; bit-identical if its certificate holds."""
     import torch
 
     from .exact_mode import exact_target_class
@@ -214,7 +215,7 @@ def _exact(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) ->
 
 
 def _exact_attention(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAttention | None, str]:
-    """The attention of exact mode for this model: captured if possible, in a kernel if possible; (None, why)."""
+    """The attention of exact mode for this model, captured and in a kernel where possible; else (None, reason)."""
     from ..attention import exact, has_triton
     from .cuda_graphs import uncapturable
 
@@ -238,7 +239,7 @@ def _exact_attention(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAtt
 def _certified(
     model: PreTrainedModel, facts: ModelFacts, attend: Attend, captured: bool
 ) -> tuple[TreeAttention | None, str]:
-    """An attention whose rows were checked bit by bit and compared with the model's own passes; (None, why)."""
+    """An attention whose rows were checked bit by bit and against the model's own passes; else (None, reason)."""
     from ..attention import exact
     from .attention_hook import TreeAttention
     from .certificate import certificate
@@ -264,11 +265,11 @@ def _certified(
         return None, f"{name}'s logits there differ from those of its own passes ({result.reason})"
     how = f"{'captured ' if captured else ''}passes of {target_class(model, facts, attention).rows} rows"
     how += "" if attend is exact.attend else ", its attention in one kernel"
-    return attention, f"{name} in {how}, each row with the same bits at any index ({result.reason})"
+    return attention, f"{name} in {how}, each row bit-identical at any index ({result.reason})"
 
 
 def _batch_rows(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) -> Target | str:
-    """The paths of a tree as the rows of a batch, for recurrent models."""
+    """The paths of a tree as rows of a batch, for recurrent models."""
     from .batch_rows import BatchRowsTarget
 
     return BatchRowsTarget(model, reason) if probed.mode == "batch-rows" else reason
@@ -300,7 +301,7 @@ NAMES = tuple(path.name for path in PATHS)
 
 # ------------------------------------------------------------------------------- the probe
 
-#: The module of the layers that torch's ``quantize_dynamic`` makes. They use one scale for all rows of their input.
+#: The module of ``quantize_dynamic``'s layers in torch, which use one scale for all rows of their input.
 DYNAMIC = "torch.ao.nn.quantized.dynamic"
 
 
@@ -318,8 +319,8 @@ def _check_module(model: PreTrainedModel) -> None:
         )
     if torch.is_autocast_enabled(model.device.type):
         raise SettingsError(
-            "torch.autocast must be off, because no path here rounds as it does; load the model in the dtype "
-            'wanted (dtype="bfloat16"), or use model.generate without custom_generate'
+            "torch.autocast must be off, because no path here rounds as it does; load the model in the desired "
+            'dtype (dtype="bfloat16"), or use model.generate without custom_generate'
         )
 
 
@@ -332,21 +333,22 @@ def _probe(model: PreTrainedModel) -> Probe:
     from .facts import ModelFacts
     from .transformers import TransformersTarget
 
-    name, half = type(model).__name__, model.dtype in HALF_DTYPES
+    name = type(model).__name__
+    half = model.dtype in HALF_DTYPES
     for path, module in model.named_modules():
         if type(module).__module__.startswith(DYNAMIC):
             raise SettingsError(
-                f"{name} must not be quantized dynamically, and {path} is: it rounds each row by all rows of a pass, "
-                "so that drafts would change the text; quantize its weights alone, or use model.generate without "
-                "custom_generate"
+                f"{name} must not be quantized dynamically, and {path} is: its rounding of a row depends on "
+                "all rows of a pass, so drafts would change the output; quantize its weights alone, or use "
+                "model.generate without custom_generate"
             )
     try:
         with mask_compatible_attention(model):
             facts = ModelFacts(model)
         result = compare(model, facts, lambda: TransformersTarget(model, facts, 32))
         if not result.ok and result.difference <= result.limit and half:
-            # In 16 bits rounding may hide the negative control; then masks, positions and commits are also compared
-            # in float32.
+            # In 16 bits, rounding may hide the negative control, so also compare masks, positions and commits in
+            # float32.
             wide = copy(facts)
             wide.dtype = torch.float32
             with in_float32(model):
@@ -376,7 +378,9 @@ def _probe_batch_rows(model: PreTrainedModel, reason: str) -> Probe:
     from .equivalence import HALF_DTYPES, compare
     from .facts import PassFacts
 
-    facts, result, half = PassFacts(model), None, model.dtype in HALF_DTYPES
+    facts = PassFacts(model)
+    result = None
+    half = model.dtype in HALF_DTYPES
     try:
         if facts.rope_boundary < NO_LIMIT:
             raise SettingsError(f"its rotary positions ({facts.rope_type}) change with the length")

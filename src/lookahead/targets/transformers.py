@@ -1,8 +1,8 @@
 """Targets for decoder-only transformers models, using public interfaces only.
 
 One forward pass evaluates the trees of any number of sequences: positions are T + depth, a row sees the committed
-prefix and its ancestors (drawn in ``masks``), keys and values go to this library's cache, and the LM head runs only
-on rows whose logits are needed. A single row of a single sequence needs no mask.
+prefix and its ancestors (drawn in ``masks``), keys and values are written to this library's cache, and the LM head
+runs only on rows whose logits are needed. A single row of a single sequence needs no mask.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ def run_model(
 
 @contextmanager
 def head_inputs(model: PreTrainedModel, wanted: bool) -> Iterator[list[torch.Tensor]]:
-    """A context that collects what the output matrix reads in this thread's passes: one tensor (B, R, hidden) each.
+    """A context that collects the inputs of the output matrix in this thread's passes, one tensor (B, R, hidden)
+    each.
 
     Args:
-        wanted: whether to collect them; a model without an output matrix gives none.
+        wanted: whether to collect them; a model without an output matrix has none.
     """
-    kept, thread = list[torch.Tensor](), get_ident()
+    kept = list[torch.Tensor]()
+    thread = get_ident()
     head = model.get_output_embeddings() if wanted else None
     if head is None:
         yield kept
@@ -107,8 +109,9 @@ class TransformersTarget(StoredTarget):
         self.lengths = self.cache.lengths
 
     def depth_limit(self, slot: int) -> int:
-        """Room up to the model's last position, or up to the position at which its rotary frequencies change."""
-        length, facts = self.lengths[slot], self.facts
+        """Positions left up to the model's last one, or up to where its rotary frequencies change."""
+        length = self.lengths[slot]
+        facts = self.facts
         limit = facts.max_positions - 1 - length
         if length < facts.rope_boundary:
             limit = min(limit, facts.rope_boundary - 1 - length)
@@ -118,7 +121,7 @@ class TransformersTarget(StoredTarget):
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether a text can reuse the keys and values of a prefix that it shares with another text."""
+        """Whether a sequence can reuse the keys and values of a prefix that it shares with another."""
         return type(self) is TransformersTarget and self.facts.rope_boundary > self.facts.max_positions
 
     def read(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
@@ -126,10 +129,9 @@ class TransformersTarget(StoredTarget):
         return self.cache.read(slot, self.lengths[slot])
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
-        """Evaluate prompts one after the other and unpadded, so that their logits are those of plain decoding.
+        """Evaluate prompts sequentially and unpadded, so that their logits equal those of plain decoding.
 
-        If ``reuse`` has filled the beginning of a slot, the rest of the prompt is evaluated as a tree without
-        branches.
+        If ``reuse`` has filled the beginning of a slot, the rest of the prompt is evaluated as an unbranched tree.
         """
         scores: list[Scores] = []
         for slot, prompt in prompts:
@@ -157,7 +159,7 @@ class TransformersTarget(StoredTarget):
     def _check_rope(self, trees: Sequence[tuple[int, TokenTree]]) -> None:
         longest = max(self.lengths[slot] for slot, _ in trees)
         if len(trees) > 1 and longest + 1 >= self.facts.rope_boundary:
-            # A pass uses one set of rotary frequencies, so sequences on both sides of the change cannot share it.
+            # A pass uses one set of rotary frequencies, so sequences on either side of the change cannot share it.
             raise SettingsError(
                 f"this model's rotary positions ({self.facts.rope_type}) change at {self.facts.rope_boundary} "
                 f"tokens and one sequence has {longest}; such sequences must be decoded one at a time"
@@ -185,7 +187,8 @@ class TransformersTarget(StoredTarget):
         if positions.numel() == 1:
             yield None
             return
-        facts, device = self.facts, self.model.device
+        facts = self.facts
+        device = self.model.device
         mask = attention_masks(facts.kinds, trees, lengths, positions, facts.dtype, device)
         if facts.alibi is None:
             yield mask
@@ -197,7 +200,8 @@ class TransformersTarget(StoredTarget):
         self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, nodes: list[int], hidden: bool = False
     ) -> LogitsBatch:
         """Logits (B, len(nodes), V) of these rows of the pass, with their hidden states if asked for."""
-        device, named = self.model.device, {} if mask is None else {"attention_mask": mask}
+        device = self.model.device
+        named = {} if mask is None else {"attention_mask": mask}
         keep = None
         if len(nodes) < ids.shape[1]:
             keep = to_device(nodes, torch.long, device)
@@ -213,7 +217,7 @@ class TransformersTarget(StoredTarget):
 
 
 class PlainTarget:
-    """The fallback: one row per step, with a cache of the model's own kind for each sequence.
+    """The fallback: one row per step, with a transformers cache for each sequence.
 
     It is for models that cannot evaluate a tree; recurrent and convolutional layers, for example, ignore attention
     masks.
@@ -248,7 +252,8 @@ class PlainTarget:
         return [self._run(slot, tree.tokens) for slot, tree in trees]
 
     def _run(self, slot: int, tokens: Sequence[int]) -> LogitsRows:
-        device, length = self.model.device, self.lengths[slot]
+        device = self.model.device
+        length = self.lengths[slot]
         ids = torch.tensor([list(tokens)], device=device)
         positions = torch.arange(length, length + len(tokens), device=device)[None]
         named = {"logits_to_keep": 1} if self.facts.accepts_logits_to_keep else {}
@@ -258,7 +263,7 @@ class PlainTarget:
         return LogitsRows(LogitsBatch(logits[:, -1:]), 0)
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Does nothing: a step has one row, which is always kept."""
+        """No-op: a step has one row, which is always kept."""
 
     def release(self, slot: int) -> None:
         self._caches.pop(slot, None)

@@ -1,4 +1,4 @@
-"""The KV cache of the transformers target: shared tensors behind the interface that its models write to."""
+"""The KV cache of the transformers target: shared tensors behind the cache interface of transformers models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .cache import KVStorage
 from .cuda import to_device
 
-#: Capacities that are not doubled are multiples of this.
+#: Capacities that did not come from doubling are multiples of this.
 STEP = 256
 #: ((heads, head size), slot) -> keys or values (count, heads, T, head size).
 Contents = dict[tuple[tuple[int, int], int], torch.Tensor]
@@ -20,7 +20,7 @@ Contents = dict[tuple[tuple[int, int], int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one forward pass writes its rows and which columns attention reads: B sequences, Q rows each.
+    """Where one forward pass writes its rows and which columns attention reads, for B sequences of Q rows.
 
     Attributes:
         slots, columns: where rows are written: one slot and a slice of Q columns, or two index tensors that broadcast
@@ -49,7 +49,7 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Does nothing: the storage exists before the first pass."""
+        """No-op: the storage exists before the first pass."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -94,7 +94,8 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
         capacity: int = 256,
     ) -> None:
         Cache.__init__(self, layers=[TreeLayer(self, i) for i in range(len(shapes))])
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         self.capacity = capacity
         self.slots = 1
         self.lengths: dict[int, int] = {}
@@ -131,11 +132,11 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
         """Ensure room for at least ``slots`` slots of ``capacity`` tokens.
 
         If no slot is in use, the old memory is freed before new memory is taken. Otherwise both exist while sequences
-        are copied. If there is no room for both, the sequences are kept in the host's memory in between; if there is
-        no room for the doubled size, only what is needed is taken.
+        are copied. If both do not fit, the sequences are staged in host memory; if the doubled size does not fit,
+        only what is needed is allocated.
 
         Raises:
-            RuntimeError: out of memory; the cache is as before.
+            RuntimeError: out of memory; the cache is unchanged.
         """
         before, wanted = (self.slots, self.capacity), self.grown(slots, capacity)
         if wanted == before:
@@ -148,7 +149,8 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
             except torch.OutOfMemoryError:
                 pass
         contents = self._contents(on_host=True)
-        self._storage, error = {}, None
+        self._storage = {}
+        error = None
         for size in (wanted, least, before):
             try:
                 self._replace(size, self._filled(*size, contents))
@@ -159,7 +161,7 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
             raise error
 
     def _contents(self, on_host: bool = False) -> Contents:
-        """The keys and values of all slots in use, with those of pending rows."""
+        """The keys and values of all slots in use, including pending rows."""
         return {
             (group, slot): storage[:, slot, :, :end].to("cpu" if on_host else self.device)
             for group, storage in self._storage.items()
@@ -191,16 +193,18 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
         self.lengths.clear()
 
     def free(self) -> None:
-        """Give the memory back. ``reserve`` takes new memory."""
-        self._storage, self.slots, self.capacity = {}, 1, 0
+        """Free the memory. ``reserve`` allocates new memory."""
+        self._storage = {}
+        self.slots = 1
+        self.capacity = 0
         self._used.clear()
         self.lengths.clear()
 
     def occupy(self, slot: int, end: int) -> None:
-        """Prepare a pass that writes a slot's columns up to ``end``: set what lies behind them to 0.
+        """Prepare a pass that writes a slot's columns up to ``end``: zero everything after them.
 
-        Attention may multiply columns that no row sees by a weight of 0. A longer sequence that had the slot before,
-        or rejected rows of a larger step, may have left NaN or infinity there, and 0 times these is NaN.
+        Attention may multiply columns that no row sees by a weight of 0. An earlier, longer sequence in the slot, or
+        rejected rows of a larger step, may have left NaN or infinity there, and 0 times these is NaN.
         """
         used = self._used.get(slot, 0)
         if used > end:
@@ -209,13 +213,14 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
         self._used[slot] = end
 
     def place(self, slots: Sequence[int], lengths: Sequence[int], rows: int) -> None:
-        """Let the next pass write ``rows`` rows per slot after the slot's committed tokens; reserve the room."""
+        """Place the next pass: ``rows`` rows per slot, after its committed tokens. Reserves the room."""
         longest = max(lengths)
         self.reserve(max(slots) + 1, longest + rows)
         for slot, length in zip(slots, lengths, strict=True):
             self.occupy(slot, length + rows)
         if len(slots) == 1:
-            slot, columns = slots[0], slice(longest, longest + rows)
+            slot = slots[0]
+            columns = slice(longest, longest + rows)
             self.placement = Placement(slot, columns, slice(slot, slot + 1), longest + rows, longest)
             return
         index, starts = to_device([list(slots), list(lengths)], torch.long, self.device)
@@ -228,7 +233,8 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
     def write(self, layer: int, which: int, states: torch.Tensor) -> torch.Tensor:
         """Write a layer's keys (0) or values (1), (B, heads, Q, size); return what attention reads of the layer,
         (B, heads, width, size)."""
-        storage, placement = self._of(layer, which), self.placement
+        storage = self._of(layer, which)
+        placement = self.placement
         if isinstance(placement.columns, slice):
             storage[placement.slots, :, placement.columns] = states[0]
         else:
@@ -241,7 +247,7 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
         self._used[slot] = max(length, self._used.get(slot, 0))
 
     def move(self, moves: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        # The first rows are often in place already. A gather before the scatter keeps rows from overwriting others.
+        # The first rows are often in place already. Gather before scattering, so that no row overwrites another.
         rows = [
             (slot, length + row, length + i)
             for slot, length, path in moves

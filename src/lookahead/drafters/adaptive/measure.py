@@ -47,7 +47,7 @@ ROUNDS = 5
 STEADY = 1.15
 #: The cost of a row in long runs on a CPU, relative to the measurement. The measurement takes two seconds at the
 #: processor's highest frequency, and the faster half of the steps counts. Over minutes, on two cores of a shared
-#: host, four rows of SmolLM2 took 1.10 to 1.36 plain steps. A curve that is a fifth off costs at most 3 % of the speed.
+#: host, four rows of SmolLM2 took 1.10 to 1.36 plain steps. A curve that is a fifth off costs 3 % at most.
 SUSTAINED = 1.25
 #: Steps after which the drafter proposes as many rows as it ever will.
 WARM_STEPS = 2

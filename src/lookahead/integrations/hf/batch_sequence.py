@@ -1,6 +1,6 @@
-"""A sequence of a batch, whose tokens are chosen exactly as in transformers' own loop.
+"""A sequence of a batch. Its tokens are chosen exactly as in transformers' own loop.
 
-This module knows logits processors and stopping criteria, but no trees and no models.
+This module handles logits processors and stopping criteria, and is independent of trees and models.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Row:
     Attributes:
         index: the row's index in the batch.
         prompt: token ids as given to transformers, padding included, shape (L,).
-        length: largest number of tokens to emit.
+        length: maximum number of tokens to emit.
         processors: applied to the logits with the true prefix; None for none.
         criteria: the stopping criteria.
         stream: the noise of the batch, for sampling; None for greedy decoding.
@@ -36,7 +36,7 @@ class Row:
         scores, logits: collect the results of output_scores and output_logits; None if these are not set.
         streamer: receives every token; None for none.
         ended: whether a criterion has ended the sequence. It may continue to the length of the longest row.
-        fill: the padding token with which it continues, for the scores; None to continue its own text.
+        fill: the padding token with which it continues, for the scores; None to continue with its own tokens.
     """
 
     index: int
@@ -77,7 +77,7 @@ class Row:
         return self._ids[0, len(self.prompt) : self._end]
 
     def noise(self) -> RowNoise | None:
-        """The noise of the tokens from here on; None if the sequence is greedy or only padded."""
+        """The noise of the tokens from here on; None if the sequence is greedy or being padded."""
         if self.stream is None or self.fill is not None:
             return None
         return RowNoise(self.stream, self.index, self.emitted, self.temperature)
@@ -88,7 +88,7 @@ class Row:
         return make_choose(self._ids[0, : self._end].tolist(), process, self.noise())
 
     def _process(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Scores (1, V) from logits (1, V), and the record of both."""
+        """Scores (1, V) from logits (1, V). Records both if requested."""
         if self.logits is not None:
             self.logits.append(values.clone())
         if self.processors is not None:
@@ -117,7 +117,7 @@ class Row:
 
 
 class Criteria:
-    """Stopping criteria of one row. The two criteria that every call has are evaluated without tensors."""
+    """Stopping criteria of one row. The two criteria in every call are evaluated without tensors."""
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         self.eos: frozenset[int] = frozenset()
@@ -130,7 +130,7 @@ class Criteria:
                 self.max_length = min(self.max_length, criterion.max_length)
             else:
                 self._others.append(criterion)
-        #: transformers pads rows that have ended only if there is such a criterion.
+        #: transformers pads finished rows only if there is such a criterion.
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
 
     def reason(self, ids: torch.Tensor, token: int, scores: tuple[torch.Tensor, ...] | None) -> str | None:
@@ -142,14 +142,14 @@ class Criteria:
 
 
 def row_processors(processors: LogitsProcessorList, row: int, batch: int) -> LogitsProcessorList | None:
-    """Processors for one row. They see only that row, and get its number if they need it."""
+    """Processors for one row. They see only that row, and get its index if they need it."""
     if batch == 1 or not processors:
         return processors or None
     return LogitsProcessorList(_row_processor(processor, row, batch) for processor in processors)
 
 
 def _row_processor(processor: Any, row: int, batch: int) -> Any:
-    """A copy with the processor's data of this row; the processor itself if it has no data by row."""
+    """A copy with the processor's data for this row; the processor itself if it has no per-row data."""
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
@@ -166,5 +166,5 @@ def _row_processor(processor: Any, row: int, batch: int) -> Any:
 
 
 def may_draw_ahead(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
-    """Whether only sampling uses the random generator. A class that is not transformers' own might use it too."""
+    """Whether only sampling uses the random generator. A class from outside transformers might use it too."""
     return all(type(used).__module__.startswith("transformers.") for used in [*processors, *criteria])

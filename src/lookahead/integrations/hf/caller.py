@@ -1,4 +1,4 @@
-"""``CustomGenerate``: a function for ``custom_generate``, which also receives what transformers drops."""
+"""``CustomGenerate``: a function for ``custom_generate`` that also receives what transformers drops."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ DROPPED = "dropped_by_transformers"
 
 
 class CustomGenerate(Generic[P, R]):
-    """A function for ``custom_generate`` that also receives what transformers drops (``_give_back``).
+    """A function for ``custom_generate`` that also receives the arguments that transformers drops (``_give_back``).
 
     Args:
-        function: it has a parameter ``tokenizer``; its last parameter takes other keywords, and ``DROPPED``.
-        others: names of keywords that ``function`` is to receive instead of transformers' error about them.
+        function: has a parameter ``tokenizer``; its last parameter takes other keywords, and ``DROPPED``.
+        others: names of keywords that ``function`` receives instead of transformers raising an error.
 
     Raises:
         SettingsError: called by something other than ``model.generate``.
@@ -58,13 +58,12 @@ class CustomGenerate(Generic[P, R]):
 def _give_back() -> None:
     """Put the tokenizer, streamer and assistant model of the running ``model.generate`` back into its keywords.
 
-    Without the streamer, its reader would wait forever; without the tokenizer, there are no stop strings; and an
+    Without the streamer, its reader would wait forever; without the tokenizer, stop strings would not work; and an
     assistant model would be ignored silently. transformers has no interface for them: its method
-    ``_extract_generation_mode_kwargs`` collects them, and replaces what it has collected by the keywords that a
-    callable ``custom_generate`` names in its signature. This came with
-    https://github.com/huggingface/transformers/pull/40586. The method reads the signature just before, so this
-    function is called then, and writes to the method's own dictionary of keywords. In a version without that method,
-    transformers behaves as usual.
+    ``_extract_generation_mode_kwargs`` collects them, then replaces what it collected with the keywords in the
+    signature of a callable ``custom_generate`` (since https://github.com/huggingface/transformers/pull/40586). The
+    method reads the signature just before, so this function is called then and writes to the method's own dictionary
+    of keywords. In a version without that method, transformers behaves as usual.
     """
     method = getattr(GenerationMixin, "_extract_generation_mode_kwargs", None)
     code = getattr(method, "__code__", None)

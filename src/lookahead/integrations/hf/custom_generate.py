@@ -46,22 +46,22 @@ def generate(
     tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
-    """Decode with lookahead; pass this function to ``model.generate(custom_generate=...)``.
+    """Decode with lookahead. Pass this function to ``model.generate(custom_generate=...)``.
 
-    Settings come from these keywords, which ``model.generate`` passes on, or else from ``lookahead_drafter``
-    in the model's generation config, or else from the defaults.
+    Settings come from these keywords, which ``model.generate`` passes on, else from ``lookahead_drafter`` in the
+    model's generation config, else from the defaults.
 
     Args:
         model: any decoder-only transformers model.
         input_ids: prompts, shape (B, L), left-padded.
-        logits_processor, stopping_criteria, generation_config: as transformers prepares them.
+        logits_processor, stopping_criteria, generation_config: as prepared by transformers.
         streamer: given to ``model.generate`` or bound with ``functools.partial``; one sequence only.
         drafter: how to draft: a ``Drafter`` such as ``lookahead.Lookahead(15, 5, 15)``, or anything that
             ``lookahead.as_drafter`` accepts; by default ``Adaptive()``.
-        stats: a list to which one ``Stats`` per sequence is appended.
-        exact: use only a path on which drafting changes no bit of a text (docs/exactness.md).
+        stats: a list; one ``Stats`` per sequence is appended.
+        exact: allow only paths on which drafting changes no bit of the logits (docs/exactness.md).
         tokenizer: as for ``model.generate``, for ``stop_strings``.
-        **model_kwargs: what transformers prepared for its own loop.
+        **model_kwargs: the inputs that transformers prepared for its own loop.
 
     Returns:
         What ``model.generate`` returns without ``custom_generate``: the sequences (B, L + new), or a
@@ -78,6 +78,7 @@ def generate(
     stopping_criteria = stopping_criteria if stopping_criteria is not None else StoppingCriteriaList()
     probed = probe(model)  # rejects models other than decoder-only language models
     refuse(config, processors, input_ids, synced_gpus, streamer, model_kwargs, given)
+    # The drafter, the length limit, and what to return.
     named = drafter if drafter is not None else getattr(config, "lookahead_drafter", None)
     chosen = as_drafter(named) if named is not None else Adaptive()
     batch, prompt_length = input_ids.shape
@@ -92,6 +93,7 @@ def generate(
     def fresh() -> Target:
         return make_target(model, exact=exact)
 
+    # The target and the engine.
     if isinstance(chosen, Adaptive) and model.device.type == "cpu":
         from ...drafters.adaptive.measure import precompile  # imports numba
 
@@ -107,6 +109,7 @@ def generate(
     ahead = may_draw_ahead(processors, stopping_criteria)
     temperature = float(config.temperature or 1.0)
 
+    # Decode all rows together.
     rows = [
         Row(
             b,
@@ -124,10 +127,10 @@ def generate(
     ]
 
     def run(subset: Sequence[Row], texts: Sequence[list[int]], limits: Sequence[int]) -> list[Stats]:
-        """Decode rows together; ``texts`` are their tokens so far, without padding."""
+        """Decode rows together. ``texts`` are their tokens so far, without padding."""
         sequences = []
         for row, text, left in zip(subset, texts, limits, strict=True):
-            # A row that has ended continues past end tokens, which may include the padding token.
+            # A finished row continues past end tokens, which may include the padding token.
             eos = frozenset[int]() if row.ended else criteria.eos
             row_noise = row.noise() if ahead else None
             request = Request(text, chosen, left, row.choose(), eos, row.finished, noise=row_noise)
@@ -147,7 +150,7 @@ def generate(
         stats.extend(all_stats)
     longest = max(row.emitted for row in rows)
     pad = _pad_token(config, criteria)
-    # Rows that ended early continue as in transformers: with padding or, if no criterion pads, with their own text.
+    # Rows that ended early continue as in transformers: with padding or, if no criterion pads, with their own tokens.
     # Padding needs no model, but the scores at padded positions do.
     early = [
         row for row in rows if row.emitted < longest and (row.records or pad is None or not criteria.pads)
@@ -162,6 +165,7 @@ def generate(
     if streamer is not None:
         streamer.end()
 
+    # The result, in transformers' form.
     sequences = input_ids.new_full((batch, prompt_length + longest), pad if pad is not None else 0)
     sequences[:, :prompt_length] = input_ids
     for row in rows:
@@ -196,7 +200,7 @@ def _pad_token(config: GenerationConfig, criteria: Criteria) -> int | None:
 
 
 def _by_time(rows: list[list[torch.Tensor] | None]) -> Any:
-    """From (1, V) per row and time step to a tuple of (B, V) per time step; None if nothing was kept."""
+    """From (1, V) per row and time step to a tuple of (B, V) per time step; None if nothing was recorded."""
     kept = [row for row in rows if row is not None]
     return tuple(torch.cat(step) for step in zip(*kept, strict=True)) if kept else None
 

@@ -10,7 +10,7 @@ from ...core import Target
 
 
 class KeepingTarget:
-    """A target whose only sequence is kept after its end, so that its cache can be read."""
+    """A target that keeps its only sequence after its end, so that its cache can be read."""
 
     def __init__(self, target: Target) -> None:
         self._target: Any = target

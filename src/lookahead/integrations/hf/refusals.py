@@ -1,4 +1,4 @@
-"""Options of ``model.generate`` that are not supported here. Each is rejected by name, with what to do instead."""
+"""Options of ``model.generate`` that are not supported here. Each is rejected by name, with an alternative."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 from ...core import SettingsError, Target
 from ...targets.paths import shortfall
 
-#: Model inputs that transformers prepares for its own loop. They are not needed here.
+#: Model inputs that transformers prepares for its own loop, and that are not needed here.
 PREPARED = {
     "attention_mask",
     "position_ids",
@@ -25,11 +25,11 @@ PREPARED = {
     "cache_params",
     "mm_encoder_outputs",  # empty without images
 }
-#: Inputs of multimodal models that mark the tokens of images and other media; 0 is text.
+#: Inputs of multimodal models that mark the tokens of images and other media; 0 marks text.
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-#: Parts of the names of model inputs with images, videos and sound.
+#: Substrings of the names of image, video and audio inputs.
 MEDIA = ("pixel", "image", "video", "audio", "input_features", "input_values")
-#: Options that are rejected whatever their value.
+#: Options that are rejected with any value.
 UNSUPPORTED = (
     "dola_layers",
     "constraints",
@@ -39,8 +39,8 @@ UNSUPPORTED = (
     "output_hidden_states",
 )
 
-#: Names of other libraries -> what does the same here. transformers hands them on (``CustomGenerate``), and they are
-#: rejected with the name that was meant.
+#: Names in other libraries -> the equivalent here. transformers passes them on (``CustomGenerate``), and they are
+#: rejected with a suggestion.
 OTHER_NAMES = {
     "max_tokens": "max_new_tokens",
     "max_output_tokens": "max_new_tokens",
@@ -67,10 +67,10 @@ def refuse(
 ) -> None:
     """Raise SettingsError for the first option that is not supported.
 
-    The arguments are those of ``generate``; ``given`` holds the assistant model, if there is one.
+    Arguments as in ``generate``; ``given`` has the assistant model, if any.
     """
     batch = input_ids.shape[0]
-    plain = "leave it out, or call model.generate without custom_generate"
+    plain = "omit it, or call model.generate without custom_generate"
     refused = [
         ((config.num_beams or 1) > 1, f"num_beams={config.num_beams} (beam search)", "use num_beams=1"),
         (given.get("assistant_model") is not None, "assistant_model", "lookahead needs no draft model"),
@@ -80,7 +80,7 @@ def refuse(
         (
             config.cache_implementation in ("quantized", "offloaded", "offloaded_static", "paged"),
             f"cache_implementation={config.cache_implementation!r}",
-            "lookahead has its own cache; leave it out",
+            "lookahead has its own cache; omit it",
         ),
         (bool(synced_gpus), "synced_gpus", plain),
         (streamer is not None and batch > 1, f"streamer with {batch} sequences", "stream one sequence"),
@@ -96,12 +96,12 @@ def refuse(
     if cache is not None and getattr(cache, "_is_user_defined", False):
         length = cache.get_seq_length()
         refused += [
-            (length > 0, f"past_key_values that hold {length} tokens", "pass the whole prompt"),
+            (length > 0, f"past_key_values with {length} tokens", "pass the whole prompt"),
             (batch > 1, "past_key_values for several sequences", "pass one sequence"),
             (not isinstance(cache, DynamicCache), f"past_key_values of type {type(cache).__name__}", plain),
         ]
     supported = "only input_ids and attention_mask are supported"
-    # transformers has encoded images by now, and processors of such models mark their tokens in the prompt.
+    # By now, transformers has encoded any images, and processors of such models mark their tokens in the prompt.
     multimodal = "mm_encoder_outputs" in model_kwargs
     text_only = "pass a text-only prompt, or call model.generate without custom_generate"
     encoded = model_kwargs.get("mm_encoder_outputs") or {}
@@ -125,8 +125,9 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_about_slow_path(model: Any, target: Target) -> None:
-    """Warn, once for each reason, about a model without drafts, or one that cannot use its class's compiled path."""
-    how, name = shortfall(model, target), type(model).__name__
+    """Warn, once per reason, about a model without drafts, or one that cannot use its class's compiled path."""
+    how = shortfall(model, target)
+    name = type(model).__name__
     if how and (name, how) not in _warned:
         _warned.add((name, how))
         warnings.warn(f"lookahead.generate runs this model {how}", UserWarning, stacklevel=3)

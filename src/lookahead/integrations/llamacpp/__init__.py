@@ -1,1 +1,1 @@
-"""Targets evaluated by llama.cpp, through the low-level interface of llama-cpp-python."""
+"""Targets evaluated by llama.cpp, through llama-cpp-python's low-level interface."""

@@ -1,4 +1,4 @@
-"""The check at load: does llama.cpp compute the same logits for the rows of a token tree as for those of a chain?"""
+"""The check at load: does llama.cpp compute the same logits for the rows of a token tree as for a chain?"""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ def check(contexts: Contexts) -> tuple[bool, str, Equivalence | None]:
         whether trees may be evaluated, the figures in one line, and the comparison.
 
     Raises:
-        SettingsError, OutOfMemory: no context can be made.
+        SettingsError, OutOfMemory: no context can be created.
     """
     if not contexts.weights.trees:
-        return False, "its recurrent state cannot be cut back to a shorter text", None
+        return False, "its recurrent state cannot be truncated", None
     try:
-        for number in range(len(PROMPT_LENGTHS)):  # in one text, the control's error may be small by chance
+        for number in range(
+            len(PROMPT_LENGTHS)
+        ):  # for one prompt, the control's error may be small by chance
             comparison = compare(contexts, number)
             if comparison.ok:
                 break
@@ -58,9 +60,9 @@ class AncestorTrial(Trial):
 
 
 def compare(contexts: Contexts, number: int = 0) -> Equivalence:
-    """Compare a trial's trees with causal passes over the same texts, and these passes with steps of one row.
+    """Compare a trial's trees with causal passes over the same tokens, and these passes with single-row steps.
 
-    The second difference is llama.cpp's own rounding error, and a tree's rows may differ by a multiple of it.
+    The second difference is llama.cpp's own rounding error; a tree's rows may differ by a multiple of it.
     """
     facts: Any = SimpleNamespace(
         vocabulary=contexts.weights.vocabulary,
@@ -83,18 +85,21 @@ def compare(contexts: Contexts, number: int = 0) -> Equivalence:
     control = trial.control_error(control_logits, reference, torch.ones(len(reference)))
     ok = difference <= limit and control >= CONTROL_MARGIN * difference
     reason = (
-        f"difference {difference:.2g}, {limit:.2g} allowed; llama.cpp's own passes differ by {noise:.2g} from steps "
-        f"of one row, {same} of {len(rows)} rows have the same bits; a wrong ancestor shows as {control:.2g}"
+        f"difference {difference:.2g}, {limit:.2g} allowed; llama.cpp's own passes differ by {noise:.2g} from "
+        f"single-row steps, {same} of {len(rows)} rows are bit-identical; a wrong ancestor shows as {control:.2g}"
     )
     return Equivalence(ok, difference, control, limit, noise, reason)
 
 
 def _causal_rows(contexts: Contexts, texts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The logits after each text, (texts, V), from one pass in which every row belongs to a single sequence."""
+    """The logits after each sequence, (sequences, V), from one pass in which every row belongs to a single
+    sequence."""
     ends = {tuple(text) for text in texts}
     prefixes = {text[:end] for text in ends for end in range(len(text))}
     tokens, positions = list[int](), list[int]()
-    sequences, wanted, read = list[list[int]](), list[bool](), dict[tuple[int, ...], int]()
+    sequences = list[list[int]]()
+    wanted = list[bool]()
+    read = dict[tuple[int, ...], int]()
     for sequence, whole in enumerate(sorted(ends - prefixes)):
         for end in range(1, len(whole) + 1):
             text = whole[:end]

@@ -1,10 +1,10 @@
-"""The contexts of a model that llama.cpp has loaded: each target leases one and returns it at its end."""
+"""The contexts of a model loaded by llama.cpp. Each target leases one and returns it at its end."""
 
 from __future__ import annotations
 
 from .library import Context, Weights
 
-#: Number of idle contexts that are kept for later targets.
+#: Number of idle contexts kept for later targets.
 KEPT = 2
 
 
@@ -29,7 +29,7 @@ class Contexts:
 
     Args:
         weights: the loaded model.
-        cells: tokens that a new context has room for.
+        cells: room of a new context, in tokens.
     """
 
     def __init__(self, weights: Weights, cells: int) -> None:

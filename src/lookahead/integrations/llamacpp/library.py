@@ -1,4 +1,4 @@
-"""The library llama.cpp: supported versions, models, contexts, batches, and errors in one line."""
+"""The llama.cpp library: supported versions, models, contexts, batches, and errors in one line."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PACKAGE = "llama-cpp-python"
 #: Supported versions: from the first up to, but not including, the second.
 SUPPORTED = ((0, 3, 36), (0, 4))
 GET = f"pip install '{PACKAGE}>=0.3.36,<0.4' (it compiles llama.cpp, which takes ten minutes and needs cmake and g++)"
-#: Number of sequence ids of a context: the maximum that llama.cpp is compiled for (LLAMA_MAX_SEQ).
+#: Sequence ids per context: the maximum that llama.cpp is compiled for (LLAMA_MAX_SEQ).
 SEQUENCES = 256
-#: The same for models with a recurrent state, which llama.cpp allocates for each sequence.
+#: The same for models with a recurrent state, which llama.cpp allocates per sequence.
 RECURRENT_SEQUENCES = 16
-#: Rows of one call, and rows that llama.cpp evaluates together; its defaults.
+#: Rows per call, and rows that llama.cpp evaluates together (its defaults).
 BATCH_ROWS, TOGETHER = 2048, 512
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-#: Types of cached keys and values -> ggml's numbers.
+#: Types of cached keys and values -> their numbers in ggml.
 CACHE_TYPES = {
     "f32": 0,
     "f16": 1,
@@ -41,11 +41,11 @@ CACHE_TYPES = {
     "q5_0": 6,
     "q5_1": 7,
 }
-#: The type of cached keys and values, and the tokens that a context has room for, without an option.
+#: The default type of cached keys and values, and the default room of a context in tokens.
 KV_TYPE, CELLS = "f16", 1024
-#: Return values of ``llama_decode``: no free cells, and no memory.
+#: Return values of ``llama_decode``: no free cells, out of memory.
 NO_ROOM, NO_MEMORY = 1, -2
-#: The level of errors in llama.cpp's log.
+#: The log level of errors in llama.cpp.
 ERROR = 4
 
 
@@ -55,7 +55,7 @@ class EngineFailed(LookaheadError):
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """The module with llama.cpp's functions. llama.cpp's log is not printed.
+    """The module with llama.cpp's functions. Its log is not printed.
 
     Raises:
         SettingsError: llama-cpp-python is not installed, or its version is not supported.
@@ -92,18 +92,18 @@ _log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_k
 
 
 def _logged() -> str:
-    """The errors that llama.cpp has logged since the last call, in one line."""
+    """The errors logged by llama.cpp since the last call, in one line."""
     lines = [re.sub(r"^\w+: ", "", line) for line in _errors if line]
     _errors.clear()
-    return "; ".join(dict.fromkeys(lines))[:300] or "it does not say why"
+    return "; ".join(dict.fromkeys(lines))[:300] or "it gives no reason"
 
 
 class Weights:
-    """A model that llama.cpp has loaded. Any number of contexts may evaluate it.
+    """A model loaded by llama.cpp. Any number of contexts may evaluate it.
 
     Args:
         file: a GGUF file.
-        options: how it is loaded; the names are those of llama.cpp's command line.
+        options: how it is loaded, with the option names of llama.cpp's command line.
 
     Attributes:
         trees: whether a sequence can be truncated, which rejected rows require. A recurrent state cannot.
@@ -119,7 +119,7 @@ class Weights:
             if options.n_gpu_layers and not lib.llama_supports_gpu_offload():
                 raise SettingsError(
                     f"n_gpu_layers must be 0 where llama.cpp is built without a GPU, got {options.n_gpu_layers}; "
-                    f"build {PACKAGE} for the GPU (its README says how)"
+                    f"build {PACKAGE} for the GPU (see its README)"
                 )
             parameters.n_gpu_layers = options.n_gpu_layers
         _errors.clear()
@@ -148,47 +148,52 @@ class Weights:
 
 
 class Context:
-    """A KV cache whose cells sequences share, and the passes over it.
+    """A KV cache whose cells are shared by sequences, and the passes over it.
 
-    A cell belongs to any number of sequences. A row sees the cells of its first sequence up to its own position.
+    A cell may belong to any number of sequences. A row sees the cells of its first sequence up to its own position.
 
     Args:
         weights: the model.
-        cells: minimum number of cells; each holds one row.
+        cells: minimum number of cells, one per row.
 
     Attributes:
         cells: number of cells.
 
     Raises:
         OutOfMemory: the cells do not fit in memory.
-        SettingsError: llama.cpp refuses the options.
+        SettingsError: llama.cpp rejects the options.
     """
 
     def __init__(self, weights: Weights, cells: int) -> None:
         lib, options = weights.library, weights.options
         parameters = lib.llama_context_default_params()
-        parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = cells, BATCH_ROWS, TOGETHER
+        parameters.n_ctx = cells
+        parameters.n_batch = BATCH_ROWS
+        parameters.n_ubatch = TOGETHER
         parameters.n_seq_max = weights.sequences
         parameters.kv_unified = True  # sequences share the cells of their common prefix
-        # Otherwise llama.cpp drops rows that have left the window, but a truncation may need them again.
+        # Otherwise llama.cpp drops rows that have left the window, which a truncation may need again.
         parameters.swa_full = True
         parameters.no_perf = True
         parameters.n_threads = parameters.n_threads_batch = options.threads or cpu_count() or 1
         parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attn or "auto"]
         parameters.type_k = CACHE_TYPES[options.cache_type_k or KV_TYPE]
         parameters.type_v = CACHE_TYPES[options.cache_type_v or KV_TYPE]
+        # Create the context.
         _errors.clear()
         self.pointer = lib.llama_init_from_model(weights.pointer, parameters)
         if not self.pointer:
             why = _logged()
             if "alloc" in why or "memory" in why:
-                raise OutOfMemory(f"llama.cpp has no memory for {cells} cells ({why}); give a shorter prompt")
+                raise OutOfMemory(f"llama.cpp has no memory for {cells} cells ({why}); use a shorter prompt")
             raise SettingsError(f"llama.cpp cannot evaluate {weights.file.name} with these settings: {why}")
         self._free = weakref.finalize(self, lib.llama_free, self.pointer)
-        self.weights, self._library = weights, lib  # the model must outlive its contexts
+        self.weights = weights
+        self._library = lib  # the model must outlive its contexts
         self.memory = lib.llama_get_memory(self.pointer)
         self.cells = int(lib.llama_n_ctx(self.pointer))
         self._rows = min(BATCH_ROWS, self.cells)  # more rows in one call would abort the process
+        # The arrays of a batch, allocated once; llama.cpp reads them by address.
         self._tokens = np.zeros(self._rows, np.int32)
         self._positions = np.zeros(self._rows, np.int32)
         self._counts = np.ones(self._rows, np.int32)
@@ -223,7 +228,7 @@ class Context:
 
         Args:
             sequences: the ids of each row.
-            wanted: for each row, whether its logits are computed.
+            wanted: whether to compute the logits, by row.
 
         Returns:
             The computed logits (R, V), which the next call overwrites.
@@ -261,21 +266,21 @@ class Context:
         return self._run(size, sum(wanted))
 
     def decode_one(self, token: int, position: int, sequence: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """``decode`` for a single row, in a fifth of the time; every step of plain decoding calls it."""
+        """``decode`` for a single row, in a fifth of the time. Every step of plain decoding calls it."""
         self._tokens[0], self._positions[0], self._ids[0] = token, position, sequence
         self._counts[0] = self._wanted[0] = 1
         self._pointers[0] = self._ids.ctypes.data
         return self._run(1, 1)
 
     def _run(self, size: int, reads: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Evaluate the rows that the batch has been filled with."""
+        """Evaluate the rows in the batch."""
         lib = self._library
         self._batch.n_tokens = size
         _errors.clear()
         status = lib.llama_decode(self.pointer, self._batch)
         if status in (NO_ROOM, NO_MEMORY):
             raise OutOfMemory(
-                f"a pass of {size} rows did not fit into llama.cpp's memory; use a shorter prompt, fewer sequences, "
+                f"a pass of {size} rows did not fit in llama.cpp's memory; use a shorter prompt, fewer sequences, "
                 "or a smaller cache_type_k and cache_type_v"
             )
         if status:
@@ -284,10 +289,11 @@ class Context:
         if not reads:
             return np.empty(shape, np.float32)
         numbers = lib.llama_get_logits(self.pointer)
-        # Making an array from a pointer takes 90 us, and llama.cpp seldom moves its buffer.
+        # Creating an array from a pointer takes 90 us, and llama.cpp rarely moves its buffer.
         place = shape, ctypes.addressof(numbers.contents)
         if place != self._place:
-            self._place, self._logits = place, np.ctypeslib.as_array(numbers, shape)
+            self._place = place
+            self._logits = np.ctypeslib.as_array(numbers, shape)
         return self._logits
 
     def clear(self) -> None:
@@ -303,7 +309,7 @@ class Context:
         self._library.llama_memory_seq_rm(self.memory, sequence, length, -1)
 
     def first(self, sequence: int) -> int:
-        """The lowest position of a sequence that is kept; models with sliding windows drop early positions."""
+        """The lowest remaining position of a sequence; models with sliding windows drop early positions."""
         return int(self._library.llama_memory_seq_pos_min(self.memory, sequence))
 
     def read(self, sequence: int) -> ctypes.Array[ctypes.c_uint8]:

@@ -1,8 +1,8 @@
-"""Token trees on llama.cpp: one batch in which every leaf is a sequence.
+"""Token trees on llama.cpp, as one batch in which every leaf is a sequence.
 
 In llama.cpp, each row has sequence ids. A row sees the cells that have its first id, up to its own position. So each
-leaf of a tree gets an id, a row has the ids of all leaves under it, and the committed rows of a slot have the ids of
-all its leaves. For the tree of ``core.loop`` (T = 5):
+leaf of a tree gets an id, a row has the ids of all leaves below it, and the committed rows of a slot have the ids of
+all its leaves. For the tree in ``core.loop`` (T = 5):
 
     row       token  position   ids
     (cells)   0..4      0..4    0 1 2      the committed tokens
@@ -14,8 +14,8 @@ all its leaves. For the tree of ``core.loop`` (T = 5):
      5        then        7     2
 
 A slot keeps its ids from step to step. One of them, ``base``, has all committed tokens. The others had all of them
-when they were last used, and get the missing tokens when they are used again. The commit of [0, 1, 3] makes id 0 the
-base, and truncates id 1 to 7 tokens and id 2 to 6. No keys move, and a step of one row does none of this.
+when they were last used, and get the missing tokens on their next use. Committing [0, 1, 3] makes id 0 the base, and
+truncates id 1 to 7 tokens and id 2 to 6. No keys move, and a single-row step needs none of this.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from .library import Context
 
 @dataclass(slots=True)
 class Slot:
-    """What llama.cpp holds of one sequence.
+    """The state of one sequence in llama.cpp.
 
     Attributes:
         base: the id that has all committed tokens.
-        known: by id, how many of the committed tokens it has.
+        known: number of committed tokens by id.
         length: T.
         pending: the ids of each row of the last tree; None if it has been committed.
     """
@@ -58,11 +58,11 @@ class BorrowedLogits(HostLogits):
     """The logits of one pass, (1, R, V) fp32, in llama.cpp's own memory until ``detach``."""
 
     def detach(self) -> None:
-        """Replace the logits by a copy, because the next pass overwrites llama.cpp's memory."""
+        """Replace the logits with a copy, because the next pass overwrites llama.cpp's memory."""
         self.rows = self.rows.copy()
 
     def argmax(self, b: int, r: int) -> int:
-        """The token with the largest logit, by numpy, which reads this row alone; -1 if a logit is NaN."""
+        """The token with the largest logit, by numpy, which reads only this row; -1 if a logit is NaN."""
         row = self.rows[r]
         token = int(row.argmax())  # to numpy NaN is the largest
         return -1 if np.isnan(row[token]) else token
@@ -72,8 +72,8 @@ class LlamaCppTarget:
     """Any number of sequences on one llama.cpp context. Only one thread at a time may use it.
 
     Args:
-        contexts: the contexts of the model that llama.cpp has loaded.
-        reason: one line that says why this path was chosen.
+        contexts: the contexts of the model loaded by llama.cpp.
+        reason: why this path was chosen, in one line.
     """
 
     path = "llama.cpp"
@@ -95,13 +95,13 @@ class LlamaCppTarget:
         return self._lease.context
 
     def depth_limit(self, slot: int) -> int:
-        """Room up to the model's last position; 0 if llama.cpp cannot truncate its memory."""
+        """Positions left up to the model's last one; 0 if llama.cpp cannot truncate its memory."""
         if not self._weights.trees:
             return 0
         return max(0, self._max_positions - 1 - self._slots[slot].length)
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
-        """Evaluate prompts one after the other; llama.cpp divides long ones into batches."""
+        """Evaluate prompts sequentially; llama.cpp divides long ones into batches."""
         scores = []
         for slot, prompt in prompts:
             self.release(slot)
@@ -119,15 +119,18 @@ class LlamaCppTarget:
         return scores
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
-        """Evaluate all trees in one batch, or in several if there are too many rows for one."""
+        """Evaluate all trees in one batch, or in several if there are too many rows."""
         for slot, _ in trees:
             self._drop_pending(self._slots[slot])
         self._make_room(sum(len(tree) for _, tree in trees))
         if len(trees) == 1 and len(trees[0][1]) == 1:
             return [self._plain_step(self._slots[trees[0][0]], trees[0][1].tokens[0])]
         tokens, positions = list[int](), list[int]()
-        sequences, wanted = list[list[int]](), list[bool]()
-        parts, used, start = [], set[int](), 0
+        sequences = list[list[int]]()
+        wanted = list[bool]()
+        parts = []
+        used = set[int]()
+        start = 0
         for slot, tree in trees:
             held = self._slots[slot]
             ids = self._ids_of_rows(held, tree, used)
@@ -148,14 +151,15 @@ class LlamaCppTarget:
         return [LogitsRows(logits, 0, nodes, start) for start, nodes in parts]
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Keep the rows of each slot's path: the ids of its last row keep the whole path, other ids what they
+        """Keep the rows of each slot's path. The ids of its last row keep the whole path, other ids the rows they
         share."""
         for slot, path in paths:
             held = self._slots[slot]
             assert held.pending is not None
-            if len(held.pending) == 1:  # plain decoding: nothing else needs to be done
+            if len(held.pending) == 1:  # plain decoding needs nothing else
                 held.length += 1
-                held.known[held.base], held.pending = held.length, None
+                held.known[held.base] = held.length
+                held.pending = None
                 continue
             self._keep(held, Counter(chain.from_iterable(held.pending[node] for node in path)))
             held.base = held.pending[path[-1]][0]
@@ -202,11 +206,13 @@ class LlamaCppTarget:
         return logits
 
     def _ids_of_rows(self, held: Slot, tree: TokenTree, used: set[int]) -> list[list[int]]:
-        """The ids of each row of a tree: those of all leaves under it. Adds them to ``used``, this pass's ids."""
+        """The ids of each row of a tree, which are those of all leaves below it. Adds them to ``used``, this pass's
+        ids."""
         if len(tree) == 1:
             used.add(held.base)
             return [[held.base]]
         parents = tree.parents
+        # One id per leaf: the base, the slot's other ids, then new ones.
         leaves = sorted(set(range(len(tree))).difference(parents))
         ids = [held.base]
         used.add(held.base)
@@ -219,6 +225,7 @@ class LlamaCppTarget:
             used.add(sequence)
         for sequence in ids[1:]:
             self._complete(held, sequence)
+        # A row gets the ids of all leaves below it.
         rows: list[list[int]] = [[] for _ in parents]
         for sequence, node in zip(ids, leaves, strict=True):
             while node >= 0:
@@ -228,7 +235,8 @@ class LlamaCppTarget:
 
     def _complete(self, held: Slot, sequence: int) -> None:
         """Give an id the committed tokens of its slot that it lacks."""
-        context, known = self._context, held.known[sequence]
+        context = self._context
+        known = held.known[sequence]
         if self._weights.window and context.first(sequence) != context.first(held.base):
             context.empty([sequence])  # one of the two has dropped tokens before its window
             known = 0
@@ -237,7 +245,7 @@ class LlamaCppTarget:
             held.known[sequence] = held.length
 
     def _take_ids(self, count: int, used: set[int]) -> list[int]:
-        """Ids that are not in use: free ones, then those that slots keep for wider trees.
+        """Unused ids: free ones, then those that slots keep for wider trees.
 
         Raises:
             SettingsError: there are too few for a new slot.
@@ -253,7 +261,7 @@ class LlamaCppTarget:
             most = self._weights.sequences
             if not used:
                 raise SettingsError(
-                    f"llama.cpp decodes at most {most} sequences of this model together, and {most} are running; "
+                    f"llama.cpp decodes at most {most} sequences of this model at once, and {most} are running; "
                     "wait until one has ended, or run fewer at once"
                 )
             raise OutOfMemory(f"the trees of a step need more than the {most} sequences of llama.cpp")
@@ -275,7 +283,7 @@ class LlamaCppTarget:
             held.pending = None
 
     def _make_room(self, rows: int) -> None:
-        """Ensure room for this many rows beyond the committed ones, in a larger context where needed."""
+        """Ensure room for this many rows beyond the committed ones, in a larger context if necessary."""
         filled = sum(held.length + len(held.pending or ()) for held in self._slots.values())
         old = self._context
         if filled + rows <= old.cells:
@@ -288,7 +296,7 @@ class LlamaCppTarget:
             self._drop_pending(held)
             new.write(held.base, old.read(held.base))
             held.known = {held.base: held.length}
-        self._detach()  # the last pass's logits lie in the old context
+        self._detach()  # the last pass's logits are in the old context
         self._lease.context = new
         used = {held.base for held in self._slots.values()}
         self._free = [

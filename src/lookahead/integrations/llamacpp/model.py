@@ -1,4 +1,4 @@
-"""A GGUF file that llama.cpp has loaded, used in place of a transformers model."""
+"""A GGUF file loaded by llama.cpp, used instead of a transformers model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .llamacpp_target import LlamaCppTarget
 
 
 class LlamaCppModel(OwnModel):
-    """A model of llama.cpp, used in place of a transformers model.
+    """A llama.cpp model, used instead of a transformers model.
 
     Args:
         file: a GGUF file.
@@ -29,7 +29,7 @@ class LlamaCppModel(OwnModel):
 
     path = LlamaCppTarget.path
     bit_equal = False
-    instead = "leave it out, or leave out engine"
+    instead = "omit it, or omit engine"
 
     def __init__(self, file: GGUFFile, options: MachineOptions) -> None:
         options = replace(options, threads=options.threads or thread_count())
@@ -52,7 +52,7 @@ class LlamaCppModel(OwnModel):
         )
         self.generation_config = generation_config_of(file)
         self.facts = Limits(self.config, loaded.vocabulary, loaded.positions or NO_LIMIT)
-        # llama.cpp chooses one of two frequency tables by the size of the context, and a text must keep its table.
+        # llama.cpp chooses one of two frequency tables by context size, and a sequence must keep its table.
         original = metadata.get(f"{architecture}.rope.scaling.original_context_length", 0)
         long = "rope_factors_long.weight" in file.tensors
         asked = options.ctx_size or CELLS
@@ -71,7 +71,7 @@ class LlamaCppModel(OwnModel):
         from .check import check  # imports torch
 
         ok, why, found = check(self.contexts)
-        # If anything is shorter than float32, a row's rounding depends on the other rows of its pass.
+        # If any dtype is shorter than float32, a row's rounding depends on the other rows of its pass.
         half = not self._float32
         if ok:
             return Probe("tree", f"{self.description} ({why})", found, self.facts, half)
@@ -79,5 +79,5 @@ class LlamaCppModel(OwnModel):
         return Probe("plain", reason, found, None, half)
 
     def make_target(self, capacity: int) -> Target:
-        """A ``LlamaCppTarget``; the options of the model say its capacity."""
+        """A ``LlamaCppTarget``. Its capacity comes from the model's options."""
         return LlamaCppTarget(self.contexts, self.probe().reason)

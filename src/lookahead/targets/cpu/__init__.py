@@ -1,9 +1,8 @@
 """The compiled path on CPUs: this library's own forward pass.
 
-A model comes from transformers (``models.module_families`` lists the classes, says where each keeps its parts, and
-explains how to add another) or from a GGUF file, whose weights stay packed (``packed_model``). ``CpuTarget``
-evaluates token trees on the compiled model. Rows are batch-invariant: a row has the same bits in any tree. The user's
-model is never changed. See docs/cpu.md.
+A model comes from transformers (``models.module_families`` maps the classes and explains how to add one) or from a
+GGUF file, whose weights stay packed (``packed_model``). ``CpuTarget`` evaluates token trees on the compiled model.
+Rows are batch-invariant: a row is bit-identical in any tree. The user's model is never modified. See docs/cpu.md.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["REGISTRY", "CompiledModel", "CpuTarget", "Spec", "Unsupported", "com
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: reading a GGUF file needs neither torch nor transformers."""
+    """Import on first use, because reading a GGUF file needs neither torch nor transformers."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("REGISTRY", "Spec", "register"):

@@ -1,6 +1,6 @@
-"""Atomic access to 64-bit words that threads share, and ways to wait, as operations.
+"""Atomic access to 64-bit words shared by threads, and ways to wait, as operations.
 
-Each operation is named for its memory order. ``thread_pool`` says why each of its lines needs the order that it has.
+Each operation is named for its memory order. ``thread_pool`` explains the order of each of its accesses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .processor import ARM, X86
 
 WINDOWS = sys.platform == "win32"
 if sys.platform == "win32":
-    # Functions of kernel32, under names that code loaded from disk also finds.
+    # Functions of kernel32, under names that code loaded from disk can resolve.
     for _name in ("SwitchToThread", "Sleep", "GetSystemTimePreciseAsFileTime"):
         _function = getattr(ctypes.windll.kernel32, _name)
         binding.add_symbol(_name, ctypes.cast(_function, ctypes.c_void_p).value)
@@ -39,7 +39,7 @@ def load_acquire(address: int) -> Any:
 
 @operation(int64(int64), lambda b, address: b.load_atomic(pointer_to(b, address, I64), "seq_cst", 8))
 def load_in_order(address: int) -> Any:
-    """Read a word, at one place in the order of all such operations of all threads."""
+    """Read a word; sequentially consistent with all such operations of all threads."""
     return _word(address)[0]
 
 
@@ -48,7 +48,7 @@ def load_in_order(address: int) -> Any:
     lambda b, address, value: b.store_atomic(value, pointer_to(b, address, I64), "release", 8) and None,
 )
 def store_release(address: int, value: int) -> None:
-    """Write a word. What this thread wrote before is visible to whoever acquires this value."""
+    """Write a word. What this thread wrote before is visible to any thread that acquires this value."""
     _word(address)[0] = value
 
 
@@ -66,7 +66,7 @@ def fetch_add(address: int, n: int) -> Any:
     int64(int64, int64), lambda b, address, n: b.atomic_rmw("add", pointer_to(b, address, I64), n, "seq_cst")
 )
 def fetch_add_in_order(address: int, n: int) -> Any:
-    """``fetch_add``, at one place in the order of all such operations of all threads."""
+    """``fetch_add``, sequentially consistent with all such operations of all threads."""
     word = _word(address)
     word[0] += n
     return word[0] - n
@@ -77,7 +77,7 @@ def fetch_add_in_order(address: int, n: int) -> Any:
     lambda b, address, value: b.atomic_rmw("xchg", pointer_to(b, address, I64), value, "seq_cst"),
 )
 def exchange_in_order(address: int, value: int) -> Any:
-    """Replace a word, at one place in the order of all such operations of all threads. Returns the old value."""
+    """Replace a word; sequentially consistent with all such operations of all threads. Returns the old value."""
     word = _word(address)
     old = word[0]
     word[0] = value
@@ -93,7 +93,7 @@ def _pause(builder: Any) -> None:
 
 @operation((void,), _pause)
 def pause() -> None:
-    """Tell the core that this is a loop that polls."""
+    """Tell the core that this is a polling loop."""
 
 
 def _yield_core(builder: Any) -> None:
@@ -107,10 +107,11 @@ def yield_core() -> None:
 
 
 def _sleep(builder: Any, scratch: Any, microseconds: Any) -> None:
-    if WINDOWS:  # a millisecond, the shortest sleep there is
+    if WINDOWS:  # one millisecond, the shortest possible sleep
         call_intrinsic(builder, "Sleep", NOTHING, ir.Constant(I32, 1))
         return
-    seconds, rest = pointer_to(builder, scratch, I64), builder.add(scratch, ir.Constant(I64, 8))
+    seconds = pointer_to(builder, scratch, I64)
+    rest = builder.add(scratch, ir.Constant(I64, 8))
     builder.store(ir.Constant(I64, 0), seconds)
     builder.store(builder.mul(microseconds, ir.Constant(I64, 1000)), pointer_to(builder, rest, I64))
     call_intrinsic(builder, "nanosleep", I32, seconds, ir.Constant(I64.as_pointer(), None))
@@ -118,7 +119,7 @@ def _sleep(builder: Any, scratch: Any, microseconds: Any) -> None:
 
 @operation(void(int64, int64), _sleep)
 def sleep(scratch: int, microseconds: int) -> None:
-    """Give the core away for at least so long, less than a second; 16 bytes at ``scratch`` are overwritten."""
+    """Sleep for at least this long, less than a second. Overwrites 16 bytes at ``scratch``."""
     time.sleep(microseconds / 1e6)
 
 
@@ -136,5 +137,5 @@ def _clock(builder: Any, scratch: Any) -> Any:
 
 @operation(int64(int64), _clock)
 def clock(scratch: int) -> int:
-    """Microseconds since some moment; 16 bytes at ``scratch`` are overwritten."""
+    """Microseconds since an arbitrary moment. Overwrites 16 bytes at ``scratch``."""
     return time.monotonic_ns() // 1000

@@ -1,8 +1,8 @@
-"""Attention of a tree's rows; each row has the same bits as if it were the only row of a step.
+"""Attention of a tree's rows. Each row is bit-identical to a single-row step.
 
 A row's columns are processed in the order of their positions: the committed prefix, then the row's ancestors from the
-root down, as if these had been committed. Every score is one chain of sums over the head. Exponentials are summed and
-values are added up column by column. Rows share loads of the prefix and nothing else.
+root down, as if they had been committed. Every score is one chain of sums over the head. Exponentials and values are
+summed column by column. Rows share only the loads of the prefix.
 
 An example: a prefix of T = 3 columns and a tree whose root (column 3) has children 4 and 5, and 6 below 4:
 
@@ -12,9 +12,9 @@ An example: a prefix of T = 3 columns and a tree whose root (column 3) has child
     row 2     x x x   x   x         bounds 3 .. 5                 3 5
     row 3     x x x   x x   x       bounds 5 .. 8                 3 4 6
 
-    The prefix is processed for all rows together; then the columns of each row's path are appended to its scores.
+    The prefix is processed for all rows at once; then the columns of each row's path are appended to its scores.
 
-Memory: 16 columns of keys are interleaved, (column / 16, D, 16), so a vector holds one dimension of many columns; for
+Memory: 16 columns of keys are interleaved, (column / 16, D, 16), so a vector holds one dimension of many columns. For
 tiles the order is (column / 16, D / 2, 16, 2). Values are (column, D), so a vector holds many dimensions of one
 column. D is rounded up to whole vectors and tiles.
 """
@@ -46,7 +46,7 @@ from .vectors import (
     zero_block,
 )
 
-#: Queries per block of the vector kernels, and vectors of values that a block keeps in registers.
+#: Queries per block of the vector kernels, and vectors of values per block, all kept in registers.
 QUERIES, VALUES = {16: (8, 4), 8: (2, 2)}.get(WIDTH, (2, 2 if REGISTERS == 32 else 1))
 #: Bytes of a vector of fp32 numbers.
 VECTOR = 4 * LANES
@@ -54,8 +54,9 @@ VECTOR = 4 * LANES
 
 @compiled
 def _scores_on_tiles(keys: int, query: int, out: int, line: int, head: int, count: int) -> None:
-    """Scores of 16 queries (bf16), whatever ``count`` is; tiles 2 and 3 hold sums, 5 queries, 6 and 7 keys."""
-    stride, block_bytes = 2 * head, 2 * KEY_BLOCK * head
+    """Scores of 16 bf16 queries, whatever ``count`` is. Tiles 2 and 3 hold sums, 5 queries, 6 and 7 keys."""
+    stride = 2 * head
+    block_bytes = 2 * KEY_BLOCK * head
     for pair in range(SCORE_BLOCK // KEY_BLOCK // 2):
         first = keys + 2 * pair * block_bytes
         zero_tile(2)
@@ -73,11 +74,12 @@ def _scores_on_tiles(keys: int, query: int, out: int, line: int, head: int, coun
 def _score_of(fmt: Format) -> Any:
     """Make (keys, query, out, line, head, count): dot products of ``count`` queries with a block of keys.
 
-    ``line`` is the bytes between queries in ``out``, ``head`` the padded head size. Tiles always write 16 lines.
+    ``line`` is the stride of ``out`` in bytes, ``head`` the padded head size. Tiles always write 16 lines.
     """
     if fmt.kind == "tiles":
         return _scores_on_tiles
-    load, key_bytes = fmt.stored.load_columns, KEY_BLOCK * fmt.stored.bytes
+    load = fmt.stored.load_columns
+    key_bytes = KEY_BLOCK * fmt.stored.bytes
 
     def queries_of(queries: int) -> Any:
         columns = (2 if queries == 8 else 4) if WIDTH == LANES else 1  # blocks of keys at once
@@ -85,7 +87,8 @@ def _score_of(fmt: Format) -> Any:
         def score(keys: int, query: int, out: int, line: int, head: int) -> None:
             block_bytes = key_bytes * head
             for first in range(0, SCORE_BLOCK // KEY_BLOCK, columns):
-                sums, start = zero_block(queries, columns), keys + block_bytes * first
+                sums = zero_block(queries, columns)
+                start = keys + block_bytes * first
                 for d in range(head):
                     sums = add_outer(
                         sums, load(start + key_bytes * d, block_bytes, columns), query + 4 * d, 4 * head
@@ -98,9 +101,11 @@ def _score_of(fmt: Format) -> Any:
     most = QUERIES
 
     def score(keys: int, query: int, out: int, line: int, head: int, count: int) -> None:
-        q = 0
+        q = 0  # as many queries at once as possible
         while q < count:
-            left, x, scores = count - q, query + 4 * head * q, out + line * q
+            left = count - q
+            x = query + 4 * head * q
+            scores = out + line * q
             if most >= 8 and left >= 8:
                 eight(keys, x, scores, line, head)
                 q += 8
@@ -132,7 +137,8 @@ def _weighted_sum_of(fmt: Format) -> Any:
 
         return compiled(weighted_sum, f"{fmt.name}_{queries}_{vectors}")
 
-    most, vectors = QUERIES, VALUES
+    most = QUERIES
+    vectors = VALUES
     four, two, one = (sums_of(queries, vectors) for queries in (4, 2, 1))
     narrow = sums_of(1, 1)
 
@@ -141,10 +147,14 @@ def _weighted_sum_of(fmt: Format) -> Any:
     ) -> None:
         first = 0
         while first < head // LANES:
-            block, sums = values + LANES * size * first, out + VECTOR * first
-            wide, q = first + vectors <= head // LANES, 0
+            block = values + LANES * size * first
+            sums = out + VECTOR * first
+            wide = first + vectors <= head // LANES
+            q = 0  # as many queries at once as possible
             while q < count:
-                left, w, here = count - q, weights + line * q, sums + 4 * head * q
+                left = count - q
+                w = weights + line * q
+                here = sums + 4 * head * q
                 if not wide:
                     narrow(w, line, block, columns, here, head)
                     q += 1
@@ -164,15 +174,16 @@ def _weighted_sum_of(fmt: Format) -> Any:
 
 @compiled
 def softmax(scores: int, vectors: int) -> Any:
-    """Replace scores by exp(score - largest score), in place. Returns 1 / sum."""
+    """Replace scores with exp(score - largest score), in place. Returns 1 / sum."""
     top = floats(-np.inf)
     for v in range(vectors):
         value = load_floats(scores + VECTOR * v)
         top = select(value > top, value, top)
-    top, total = floats(largest(top)), floats(0)
+    top = floats(largest(top))
+    total = floats(0)
     for v in range(vectors):
         value = load_floats(scores + VECTOR * v) - top
-        # Tiny weights become exactly 0, because ``exponential`` has a lower bound and padding has the score -inf.
+        # Tiny weights become exactly 0: ``exponential`` has a lower bound, and padding has the score -inf.
         power = select(value < -87.0, floats(0), exponential(value))
         store(scores + VECTOR * v, power)
         total = total + power
@@ -215,12 +226,17 @@ def attention_of(fmt: Format) -> Any:
             p, layer, segment: records of ``execution_plan``.
             query: address of (rows * groups, padded head), scaled.
             keys, values: addresses of the slot's head, from column 0 on.
-            out: address of the output gemm's input, at the sequence's first row and this key head.
+            out: address in the output gemm's input, at the sequence's first row and this key head.
             first, last: the range of queries.
-            scratch: address of room for 16 lines of scores, and 16 sums of a head with their factors.
+            scratch: address of space for 16 lines of scores, and 16 sums of a head with their factors.
         """
-        length, chain, window = segment.length, segment.is_chain != 0, layer.window
-        groups, head, size, line = p.heads // p.key_heads, p.padded_head, p.head_size, p.score_line
+        length = segment.length
+        chain = segment.is_chain != 0
+        window = layer.window
+        groups = p.heads // p.key_heads
+        head = p.padded_head
+        size = p.head_size
+        line = p.score_line
         positions = integers_at(p.positions + 8 * segment.first_row)
         bounds = integers_at(p.path_ends + 8 * segment.first_row)
         path = integers_at(p.path_columns)
@@ -230,7 +246,7 @@ def attention_of(fmt: Format) -> Any:
         for i in range(first, last, QUERY_BLOCK):
             count = min(QUERY_BLOCK, last - i)
             top, bottom = i // groups, (i + count - 1) // groups
-            # Columns begin .. shared are evaluated for all queries of the block together.
+            # Columns begin .. shared are evaluated for all queries of the block at once.
             shared = length + top if chain else length
             begin = shared
             for r in range(top, bottom + 1):
@@ -238,7 +254,8 @@ def attention_of(fmt: Format) -> Any:
             # 1. Scores of all columns from ``start`` on, and the weights of each query's own columns.
             start = begin // SCORE_BLOCK * SCORE_BLOCK
             for column in range(start, length + bottom + 1, SCORE_BLOCK):
-                block, scores_at = keys + column * head * stored, scratch + 4 * (column - start)
+                block = keys + column * head * stored
+                scores_at = scratch + 4 * (column - start)
                 score(block, query + query_bytes * head * i, scores_at, line, head, count)
             for q in range(count):
                 r = (i + q) // groups
@@ -247,10 +264,12 @@ def attention_of(fmt: Format) -> Any:
                     cap_scores(scratch + q * line, computed // LANES, layer.cap)
                 scores = floats_at(scratch + q * line)
                 oldest = max(0, positions[r] + 1 - window)  # position of the oldest key in the window
-                from_column, end = oldest, length + r + 1 - start
-                if not chain:  # move the scores of the row's path behind those of the prefix
+                from_column = oldest
+                end = length + r + 1 - start
+                if not chain:  # append the scores of the row's path to those of the prefix
                     from_column = min(oldest, shared)
-                    skipped, depth = max(0, oldest - shared), bounds[r + 1] - bounds[r]
+                    skipped = max(0, oldest - shared)
+                    depth = bounds[r + 1] - bounds[r]
                     for t in range(skipped, depth):
                         scores[shared - start + t - skipped] = scores[path[bounds[r] + t] - start]
                     end = shared - start + depth - skipped
@@ -260,11 +279,12 @@ def attention_of(fmt: Format) -> Any:
                 factors[q] = softmax(scratch + q * line + 4 * (from_column - start), vectors)
                 for j in range(begin - start, min(from_column, shared) - start):
                     scores[j] = 0
-            # 2. Weighted values: shared columns for all queries together, then each query's own columns.
+            # 2. Weighted values: shared columns for all queries at once, then each query's own columns.
             for j in range(count * head):
                 sums[j] = 0
             if shared > begin:
-                weights, block = scratch + 4 * (begin - start), values + begin * head * stored
+                weights = scratch + 4 * (begin - start)
+                block = values + begin * head * stored
                 weighted_sum(weights, line, block, shared - begin, sums_at, head, count)
             for q in range(count):
                 r, lane = (i + q) // groups, (i + q) % groups
@@ -273,7 +293,8 @@ def attention_of(fmt: Format) -> Any:
                 sums_of_q = sums_at + 4 * q * head
                 if chain:
                     first_own = max(oldest, shared)
-                    block, columns = values + first_own * head * stored, length + r + 1 - first_own
+                    block = values + first_own * head * stored
+                    columns = length + r + 1 - first_own
                     weighted_sum(weights + 4 * (first_own - shared), line, block, columns, sums_of_q, head, 1)
                 else:
                     t = bounds[r] + max(0, oldest - shared)
@@ -285,6 +306,7 @@ def attention_of(fmt: Format) -> Any:
                         weighted_sum(weights, line, block, run, sums_of_q, head, 1)
                         weights += 4 * run
                         t += run
+                # 3. Normalize, round and store the query's output.
                 out_row = out + r * p.attended_stride + lane * size * out_bytes
                 if size % LANES == 0:
                     for d in range(0, size, LANES):

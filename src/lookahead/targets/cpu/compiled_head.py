@@ -1,12 +1,12 @@
 """A light head (``models.head_file``) on packed weights: a few rows through its block and its output rows.
 
-It runs between two passes, on the same threads, and reads 3 to 8 MB of weights for a model of 135M parameters,
-however many rows there are. A job has four stages, with a barrier after each:
+It runs between two passes, on the same threads, and reads 3 to 8 MB of weights for a model of 135M parameters, for
+any number of rows. A job has four stages, with a barrier after each:
 
-    gate    every thread norms the inputs [norm(h); norm(e)]; then its share of silu(gate z) * up z
-    round   the sums are quantized to 8 bits, as every input of a packed product
-    down    h' = h + down(...), and its rounding
-    output  the logits of the shortlist, and the largest of each group of 32
+    gate    every thread norms the inputs [norm(h); norm(e)], then computes its share of silu(gate z) * up z
+    round   the sums are quantized to 8 bits, like every input of a packed product
+    down    h' = h + down(...), then quantized
+    output  the shortlist logits, and the largest of each group of 32
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .top import top_of_rows
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: The most rows of a call.
+#: Maximum rows of a call.
 MAX_ROWS = ROW_BLOCK
 EPSILON = 1e-6
 FORMAT = FORMATS["packed", "float32"]
@@ -91,8 +91,9 @@ def _job() -> Any:
     _, add, gate, _, keep_logits = gemm_of(FORMAT)
 
     def run(address: int, control: int, rank: int, size: int, arrived: int) -> None:
-        p, worker = plan_at(address), Worker(control, rank, size)
-        # Every thread norms all rows for itself, which is faster than waiting for the others.
+        p = plan_at(address)
+        worker = Worker(control, rank, size)
+        # Every thread norms all rows, which is faster than waiting for the others.
         z = p.z + p.z_each * rank
         blocks = 2 * p.hidden // BLOCK
         for r in range(p.rows):
@@ -142,16 +143,24 @@ class CompiledHead:
         output: Array,
         embed: Callable[[Sequence[int]], Array],
     ) -> None:
-        self.hidden, self.levels, self.shortlist = weights.hidden, weights.levels, weights.shortlist
-        self.counts, self.cost = weights.counts, 0.0
-        self._embed, self._lock, self._threads = embed, Lock(), 0
-        self._kept = list[Any]()  # what the plan points to
+        self.hidden = weights.hidden
+        self.levels = weights.levels
+        self.shortlist = weights.shortlist
+        self.counts = weights.counts
+        self.cost = 0.0
+        self._embed = embed
+        self._lock = Lock()
+        self._threads = 0
+        self._kept = list[Any]()  # owners of the memory that the plan points to
         self._records = np.zeros(1, PLAN)
         self._fill(weights, output)
         self._job = _compiled().address
 
     def _fill(self, weights: HeadWeights, output: Array) -> None:
-        plan, hidden, width, bits = self._records[0], weights.hidden, weights.width, weights.bits
+        plan = self._records[0]
+        hidden = weights.hidden
+        width = weights.width
+        bits = weights.bits
         # A group of the first product has 16 gates, then their 16 ups.
         halves = [part.reshape(-1, PANEL, 2 * hidden) for part in (weights.gate, weights.up)]
         both = np.stack(halves, 1).reshape(-1, 2 * hidden)
@@ -159,7 +168,8 @@ class CompiledHead:
         plan["gate"] = self._linear(both, bits, memory)
         plan["down"] = self._linear(weights.down, bits, memory)
         plan["output"] = self._linear(output, bits, memory, weights.scale, float("-inf"))
-        plan["hidden"], plan["width"] = hidden, width
+        plan["hidden"] = hidden
+        plan["width"] = width
         for name in ("hidden_norm", "embedding_norm"):
             plan[name] = self._address(np.ascontiguousarray(getattr(weights, name), np.float32))
         groups = -(-len(output) // GROUP)
@@ -171,14 +181,16 @@ class CompiledHead:
             "peaks": 4 * groups,
         }
         memory = ArrayMemory(sum(round_up(MAX_ROWS * size, 64) for size in sizes.values()))
-        #: Buffers by their names in the plan, fp32 (rows, numbers of a row).
+        #: Buffers by plan field, fp32 (rows, row size).
         self._buffers = {}
         for name, size in sizes.items():
             array = memory.take(MAX_ROWS * size).view(np.float32).reshape(MAX_ROWS, -1)
-            plan[name], plan[f"{name}_stride"] = self._address(array), size
+            plan[name] = self._address(array)
+            plan[f"{name}_stride"] = size
             self._buffers[name] = array
         plan["z_stride"] = FORMAT.row_bytes(2 * hidden)
-        plan["z_each"], plan["scratch_each"] = MAX_ROWS * plan["z_stride"], 4 * ROW_BLOCK * GROUP
+        plan["z_each"] = MAX_ROWS * plan["z_stride"]
+        plan["scratch_each"] = 4 * ROW_BLOCK * GROUP
 
     def _address(self, array: Array) -> int:
         """The address of an array, which is kept alive."""
@@ -188,10 +200,11 @@ class CompiledHead:
     def _linear(
         self, rows: Array, bits: int, memory: ArrayMemory, scale: float = 1.0, padding: float = 0.0
     ) -> LinearRecord:
-        """Quantize and pack outputs (n, inner) of a linear; ``padding`` is the value of outputs that fill the last
+        """Quantize and pack outputs (n, inner) of a linear; ``padding`` is the value of outputs that fill up the last
         group."""
         name, quantized = QUANTIZE[bits]
-        kind, (count, inner) = KINDS[KIND_INDEX[name]], rows.shape
+        kind = KINDS[KIND_INDEX[name]]
+        count, inner = rows.shape
         order = np.full(round_up(count, GROUP), -1)
         order[:count] = np.arange(count)
         panels = memory.take(_packed_bytes(rows, bits)).reshape(len(order) // PANEL, -1)
@@ -214,18 +227,21 @@ class CompiledHead:
         )
 
     def guess(self, states: Array, tokens: Sequence[int], k: int) -> tuple[Array, Array, Array]:
-        """One level: what follows each token, given the hidden state under which it was emitted or guessed.
+        """One level: predict what follows each token, given the hidden state under which it was emitted or guessed.
 
         Args:
             states: (n, hidden) fp32, at most ``MAX_ROWS`` rows.
             tokens: n token ids.
-            k: how many tokens to return for each, at most those of the shortlist.
+            k: how many tokens to return for each, at most the shortlist's size.
 
         Returns:
-            the guessed states under the tokens, (n, hidden) fp32; the k best tokens, int32 (n, k); and the logarithms
-            of their probabilities within the shortlist, fp32 (n, k).
+            the predicted states under the tokens, (n, hidden) fp32; the k best tokens, int32 (n, k); and their
+            log-probabilities within the shortlist, fp32 (n, k).
         """
-        count, hidden, buffers, pool = len(tokens), self.hidden, self._buffers, thread_pool(thread_count())
+        count = len(tokens)
+        hidden = self.hidden
+        buffers = self._buffers
+        pool = thread_pool(thread_count())
         embedded = self._embed(tokens)
         with self._lock:
             plan = self._reserve(pool.size)

@@ -1,4 +1,4 @@
-"""A model's weights in the order that compiled code reads, and its passes; ``compile_model`` makes them."""
+"""A model's weights in the order that compiled code reads them, and its passes. ``compile_model`` makes both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .dense import Linear
 
 Array = np.ndarray[Any, np.dtype[Any]]
-#: Best tokens of a row that every pass finds: as many as the adaptive drafter reads, also when sampling.
+#: Best tokens per row that every pass finds; as many as the adaptive drafter reads, also when sampling.
 TOP = 24
 
 
@@ -47,40 +47,46 @@ class CompiledModel:
     """A model with a compiled forward pass. Several threads may run passes at the same time.
 
     Args:
-        blueprint: its parts. Weights that are not packed are copied; the originals are never written to.
+        blueprint: its parts. Weights that are not packed are copied; the originals are never written.
         fmt: how products are computed; None for the best format on this processor.
 
     Attributes:
-        top: the number of best tokens that a pass finds in each row that is read.
-        logits_strides: bytes from row to row of the logits (R, width), of the peaks (R, width / 32) fp32, of the best
-            tokens (R, top) int32, and of their log-odds against the best (R, top) fp32.
-        states_stride: bytes from row to row of the hidden states (R, hidden), in the type that a product reads.
+        top: the number of best tokens that a pass finds for each row that is read.
+        logits_strides: row strides, in bytes, of the logits (R, width), the peaks (R, width / 32) fp32, the best
+            tokens (R, top) int32, and their log-odds against the best (R, top) fp32.
+        states_stride: row stride, in bytes, of the hidden states (R, hidden), in the input type of a product.
 
     Raises:
         Unsupported: the model does not match the spec of its class.
     """
 
     def __init__(self, blueprint: Blueprint, fmt: Format | None = None) -> None:
-        self.blueprint, self.dtype = blueprint, blueprint.dtype
-        self.vocabulary, self.head_size = blueprint.vocabulary, blueprint.head_size
+        self.blueprint = blueprint
+        self.dtype = blueprint.dtype
+        self.vocabulary = blueprint.vocabulary
+        self.head_size = blueprint.head_size
         self.key_heads = blueprint.key_heads
         packed = isinstance(blueprint.head, PackedLinear)
         self.fmt = fmt or (FORMATS["packed", self.dtype] if packed else format_for(self.dtype))
         self.layout = f"compiled passes on {self.fmt}"
         self.padded_head = round_up(self.head_size, KEY_BLOCK * self.fmt.key_pair)
         self._angles: Array = np.empty((0, 0), np.float32)
-        self._kept: list[Any] = []  # what the records' addresses point to
+        self._kept: list[Any] = []  # owners of the memory that the records point to
         self._layers = np.zeros(blueprint.layer_count, LAYER)
         self._model = np.zeros(1, PLAN)
         self._fill()
-        # The layers were read. The function that reads them would keep the transformers model alive.
+        # The layers have been read. Drop the function that reads them, which would keep the transformers model alive.
         self.blueprint = replace(blueprint, layers=lambda: iter(()))
         self._job = pass_address(self.fmt)
         self._idle: deque[ExecutionState] = deque()
 
     def _fill(self) -> None:
-        blueprint, plan, fmt = self.blueprint, self._model[0], self.fmt
-        hidden, heads_size = blueprint.hidden, blueprint.heads * blueprint.head_size
+        blueprint = self.blueprint
+        plan = self._model[0]
+        fmt = self.fmt
+        hidden = blueprint.hidden
+        heads_size = blueprint.heads * blueprint.head_size
+        # The layers.
         a, b = blueprint.activation
         memory: ArrayMemory | None = None
         for record, layer in zip(self._layers, blueprint.layers(), strict=True):
@@ -92,8 +98,10 @@ class CompiledModel:
             for name in NORMS:
                 record[name] = self._norm(layer.norms[name])
             if layer.head_norm is not None:
-                record["head_norm"], record["joint_norm"] = self._norm(layer.head_norm), layer.joint_norm
-            record["scale"], record["gated"] = layer.scale, layer.gated
+                record["head_norm"] = self._norm(layer.head_norm)
+                record["joint_norm"] = layer.joint_norm
+            record["scale"] = layer.scale
+            record["gated"] = layer.gated
             record["window"] = layer.window or EVERYTHING
             record["rotates"] = layer.rotary
             record["cap"] = layer.cap or 0.0
@@ -102,6 +110,7 @@ class CompiledModel:
         plan["lm_head"] = self._linear(
             blueprint.head, memory, blueprint.head_factor, cap=blueprint.head_cap, padding=float("-inf")
         )
+        # The embeddings.
         if blueprint.position_embedding is not None:
             plan["position_embedding"] = self._address(blueprint.position_embedding)
         plan["embedding_scale"] = blueprint.embedding_factor
@@ -111,6 +120,7 @@ class CompiledModel:
             plan["embedding"] = self._address(embedding.with_code(decoder_address))
         else:
             plan["embedding"] = self._address(embedding)
+        # Sizes and strides.
         self.top = min(TOP, self.vocabulary)
         self.logits_strides = (
             round_up(self.vocabulary, GROUP) * fmt.stored.bytes,
@@ -143,11 +153,11 @@ class CompiledModel:
 
     @property
     def unpacked(self) -> list[Array]:
-        """Norms, biases and factors, fp32, always in the same order."""
+        """Norms, biases and factors, fp32, in a fixed order."""
         return [kept for kept in self._kept if isinstance(kept, np.ndarray) and kept.dtype == np.float32]
 
     def _dense_memory(self, layer: LayerParts, head: Linear) -> ArrayMemory:
-        """Memory for all weights of a model that are not packed yet; all layers need as much as this one."""
+        """Memory for all weights of an unpacked model, in which every layer needs as much as this one."""
         from .dense import Linear, packed_bytes
 
         linears = [linear for linear in layer.linears.values() if isinstance(linear, Linear)]
@@ -169,7 +179,7 @@ class CompiledModel:
         cap: float = 0.0,
         padding: float = 0.0,
     ) -> LinearRecord:
-        """Pack the weights if they are not packed yet."""
+        """The record of a linear; its weights are packed if they are not yet."""
         self._kept.append(np.array((factor, a, b, cap), np.float32))
         if isinstance(linear, PackedLinear):
             self._kept.append(linear)
@@ -252,7 +262,7 @@ class CompiledModel:
             reads: the R rows whose logits are read.
             cache: must have room for the rows.
             memory: uint8; receives the logits, the peaks, the best tokens and their log-odds, R times
-                ``logits_strides`` bytes; then the hidden states, R times ``states_stride`` bytes, if ``hidden``.
+                ``logits_strides`` bytes; then, if ``hidden``, the hidden states, R times ``states_stride`` bytes.
             hidden: whether to keep the hidden states of the rows that are read.
 
         Raises:
@@ -261,21 +271,24 @@ class CompiledModel:
         if min(tokens) < 0 or max(tokens) >= self.vocabulary:
             raise IndexError(f"tokens must be 0 to {self.vocabulary - 1}, got {max(tokens)} or {min(tokens)}")
         pool = thread_pool(thread_count())
-        # If anything raises, the state is not reused: after an interrupt, helpers may still be working on it.
+        # If anything raises, the state is not reused, because after an interrupt helpers may still be working on it.
         try:
             state = self._idle.pop()
         except IndexError:  # all states are in use
             state = ExecutionState(self._model, self.fmt)
         longest = max(segment.length + segment.rows for segment in segments)
+        # Describe the step, and point the plan to the caller's memory.
         state.reserve(len(tokens), longest, pool.size)
         state.describe(tokens, positions, segments, reads, cache)
-        p, rotary = state.plan, self._rotary_up_to(max(positions))
+        p = state.plan
+        rotary = self._rotary_up_to(max(positions))
         address = memory.ctypes.data
         for name, stride in zip(("logits", "peaks", "top_ids", "top_odds"), self.logits_strides, strict=True):
             p[name] = address
             address += len(reads) * stride
         p["states"] = address if hidden else 0
-        p["rotary"], p["rotary_each"] = rotary.ctypes.data, rotary.strides[0]
+        p["rotary"] = rotary.ctypes.data
+        p["rotary_each"] = rotary.strides[0]
         state.tile_config[:] = formats.tile_config(min(16, len(tokens)))
         state.holds = (self, memory, rotary, [cache.storage[segment.slot] for segment in segments])
         pool.run(self._job, state.address, state)
@@ -284,10 +297,10 @@ class CompiledModel:
 
 
 def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
-    """Copy a model's weights, and compile its pass or load it from disk. The caller compares the result.
+    """Copy a model's weights, and compile its pass or load it from disk. The caller checks the result.
 
     Raises:
-        Unsupported: the model's own code must evaluate it; the message is one line that says why.
+        Unsupported: the model's own code must evaluate it; the message is the reason, in one line.
     """
     if model.device.type != "cpu":
         raise Unsupported(f"compiled passes run on CPUs, the model is on {model.device}")
@@ -300,7 +313,7 @@ def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
         else getattr(settings, "quant_method", None)
     )
     if method is not None and method != "gguf":  # weights from GGUF files are already dequantized
-        name = getattr(method, "value", method)  # a member of an enumeration, or text
+        name = getattr(method, "value", method)  # an enum member or a string
         raise Unsupported(
             f"compiled passes need weights that are not quantized, the model is quantized by {name}"
         )
@@ -312,7 +325,7 @@ def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
 
 
 def checked(make: Callable[[], CompiledModel]) -> CompiledModel:
-    """The result of ``make``. If numba cannot compile here, its error becomes ``Unsupported``."""
+    """The result of ``make``. If numba cannot compile here, its error is raised as ``Unsupported``."""
     if numba_config.DISABLE_JIT:
         raise Unsupported(
             "numba may not compile here: NUMBA_DISABLE_JIT is set; unset it for compiled passes"

@@ -1,4 +1,4 @@
-"""The target that evaluates token trees with a compiled model."""
+"""The target that evaluates token trees on a compiled model."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PROMPT_CHUNK = 512
 
 
 class BufferPool:
-    """Keeps free buffers for reuse, because new memory pages cost more than filling them.
+    """Keeps free buffers for reuse, because mapping new memory pages costs more than filling them.
 
     A buffer belongs to its caller from ``acquire`` to ``release``.
 
     Args:
-        most: largest number of free buffers that are kept; the smallest is dropped first.
+        most: maximum number of free buffers; the smallest is dropped first.
     """
 
     def __init__(self, most: int = 4) -> None:
@@ -52,7 +52,7 @@ class BufferPool:
     def release(self, buffer: Array) -> None:
         """Return a buffer; the caller must no longer use it."""
         with self._lock:
-            # Put it first among buffers of its size, because its pages are in the CPU's cache.
+            # Put it first among buffers of its size, because its pages are in the CPU cache.
             insort_left(self._free, buffer, key=len)
             del self._free[: -self._most]
 
@@ -75,7 +75,8 @@ class PassLogits(HostLogits):
 
     def __init__(self, memory: Array, compiled: CompiledModel, rows: int, hidden: bool = False) -> None:
         numbers = np.int16 if compiled.fmt.stored.is_bf16 else np.float32
-        begin, parts = 0, list[Array]()
+        begin = 0
+        parts = list[Array]()
         for stride, kind in zip(
             compiled.logits_strides, (numbers, np.float32, np.int32, np.float32), strict=True
         ):
@@ -93,16 +94,17 @@ class PassLogits(HostLogits):
         self._top = ids[None], odds[None]
 
     def detach(self) -> Array:
-        """Replace the logits by a copy. Returns the memory, which may then be reused."""
+        """Replace the logits with a copy. Returns the memory, which may then be reused."""
         assert self.peaks is not None
         assert self._top is not None
-        self.rows, self.peaks = self.rows.copy(), self.peaks.copy()
+        self.rows = self.rows.copy()
+        self.peaks = self.peaks.copy()
         self._top = self._top[0].copy(), self._top[1].copy()
         self.states = None if self.states is None else self.states.copy()
         return self.memory
 
     def argmax(self, b: int, r: int) -> int:
-        """The best token, which the pass has found."""
+        """The best token, found by the pass."""
         assert self._top is not None
         assert self.peaks is not None
         ids, odds = self._top
@@ -117,13 +119,13 @@ class CpuTarget(StoredTarget):
         compiled: the model. Several targets in different threads may share it.
         facts: sizes and limits of the model.
         capacity: initial capacity of a slot in tokens; it doubles when a slot is full.
-        reason: one line that says why this path was chosen.
+        reason: why this path was chosen, in one line.
     """
 
     path = "cpu"
     promise = BIT_EQUAL
     cache: KVCache
-    keeps_prefixes = True  # a row has the same bits wherever it is evaluated
+    keeps_prefixes = True  # a row is bit-identical wherever it is evaluated
 
     def __init__(self, compiled: CompiledModel, facts: Limits, capacity: int = 256, reason: str = "") -> None:
         self.compiled = compiled
@@ -136,11 +138,11 @@ class CpuTarget(StoredTarget):
         self._memory: Array | None = None
 
     def depth_limit(self, slot: int) -> int:
-        """Room after the slot's tokens, up to the model's last position."""
+        """Positions left after the slot's tokens, up to the model's last one."""
         return max(0, self.facts.max_positions - 1 - self.lengths[slot])
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
-        """Evaluate prompts one by one, in chunks of rows, each from the end of the prefix that ``reuse`` copied."""
+        """Evaluate prompts sequentially, in chunks of rows, each from the end of the prefix that ``reuse`` copied."""
         scores = []
         for slot, prompt in prompts:
             with memory_errors(f"a prompt of {len(prompt)} tokens"):
@@ -162,7 +164,8 @@ class CpuTarget(StoredTarget):
         tokens, positions, reads = list[int](), list[int](), list[int]()
         segments, parts = [], []
         for slot, tree in trees:
-            length, nodes = self.lengths[slot], tree.needs_logits_nodes()
+            length = self.lengths[slot]
+            nodes = tree.needs_logits_nodes()
             segments.append(Segment(slot, length, len(tree), tree))
             parts.append((len(reads), None if len(nodes) == len(tree) else nodes))
             reads += [len(tokens) + node for node in nodes]
@@ -173,7 +176,8 @@ class CpuTarget(StoredTarget):
                 self.cache.make_room(segment.slot, segment.length + segment.rows)
             hidden = any(tree.needs_hidden for _, tree in trees)
             logits = self._run(tokens, positions, segments, reads, hidden)
-        self._last, self._memory = weakref.ref(logits), logits.memory
+        self._last = weakref.ref(logits)
+        self._memory = logits.memory
         return [LogitsRows(logits, 0, nodes, start) for start, nodes in parts]
 
     def _run(
@@ -190,7 +194,7 @@ class CpuTarget(StoredTarget):
         return PassLogits(memory, self.compiled, len(reads), hidden)
 
     def _recycle(self) -> None:
-        """Release the buffer of the last step's logits for reuse; scores that a caller still holds get a copy."""
+        """Release the buffer of the last step's logits for reuse. Scores still held by a caller get a copy."""
         logits = self._last() if self._last is not None else None
         if logits is not None:
             logits.detach()

@@ -1,4 +1,4 @@
-"""Weights of transformers models, copied into the order in which a gemm reads them. Loads torch."""
+"""Weights of transformers models, copied into the order in which a gemm reads them. Imports torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def pack(linear: Linear, fmt: Format, memory: ArrayMemory, padding: float = 0.0)
     out, inner = weight.shape
     groups, steps = -(-out // GROUP), -(-inner // step)
     packed = torch.from_numpy(memory.take(packed_bytes(linear, fmt))).view(groups, -1)
-    # Only a few groups at a time, because the reordered rows are a temporary copy.
+    # Copy a few groups at a time, because the reordered rows are a temporary copy.
     groups_at_once = max(1, (1 << 24) // packed.shape[1])
     for begin in range(0, groups, groups_at_once):
         count = min(groups - begin, groups_at_once)

@@ -1,6 +1,6 @@
 """The data of a pass: records that compiled code reads, the buffers of one caller, and the KV cache.
 
-Fields for memory hold addresses; strides and buffer sizes are in bytes. Compiled code uses the same field names
+Memory fields are addresses; strides and buffer sizes are in bytes. Compiled code uses the same field names
 (``operations.record_at``).
 """
 
@@ -18,16 +18,16 @@ from .formats import ROW_BLOCK, ArrayMemory, Format, round_up
 from .packed import GROUP
 from .top import scratch_words
 
-#: Columns whose keys are interleaved in the cache, and columns whose scores are computed at once.
+#: Number of columns whose keys are interleaved in the cache, and of columns whose scores are computed at once.
 KEY_BLOCK, SCORE_BLOCK = 16, 64
-#: Queries whose attention is computed together.
+#: Number of queries whose attention is computed at once.
 QUERY_BLOCK = 16
-#: The window of layers that see all keys.
+#: The window of layers without a sliding window.
 EVERYTHING = 1 << 40
 
 
 class LinearRecord(NamedTuple):
-    """A linear as compiled code reads it: its outputs are factor * W x + bias, in groups of 32.
+    """A linear as compiled code reads it. Its outputs are factor * W x + bias, in groups of 32.
 
     Attributes:
         weights: address of the first group: packed weights, or the table of a packed matrix's panels and kernels.
@@ -35,7 +35,7 @@ class LinearRecord(NamedTuple):
         bias: address of a bias for each output, fp32.
         steps: steps of the kernel over the inner size.
         groups: number of groups.
-        factor: what multiplies the sums.
+        factor: multiplies the sums.
         a, b: parameters of the activation (``blueprint.ACTIVATIONS``).
         cap: soft cap of the outputs, 0 for none.
     """
@@ -107,7 +107,7 @@ PLAN = record(
     heads="i8",
     key_heads="i8",
     head_size="i8",  # D
-    padded_head="i8",  # D rounded up, as the cache and queries hold it
+    padded_head="i8",  # D rounded up, as in the cache and in queries
     vocabulary="i8",
     layer_count="i8",
     layers="i8",
@@ -127,7 +127,7 @@ PLAN = record(
     attended_stride="i8",
     gated="i8",
     gated_stride="i8",
-    qkv="i8",  # also outputs that are normed before they are added to x
+    qkv="i8",  # also for outputs that are normed before they are added to x
     qkv_stride="i8",
     query="i8",
     # Scratch space of each thread.
@@ -146,8 +146,8 @@ PLAN = record(
     path_ends="i8",
     path_columns="i8",
     rotary="i8",
-    # What the pass leaves: logits and peaks, the ``top`` best tokens of each row and their log-odds against the best,
-    # and the input of the LM head if ``states`` is not 0.
+    # The results: logits and peaks, the ``top`` best tokens of each row and their log-odds against the best, and the
+    # input of the LM head if ``states`` is not 0.
     logits="i8",
     logits_stride="i8",
     peaks="i8",
@@ -163,7 +163,7 @@ PLAN = record(
 class Segment(NamedTuple):
     """One sequence's part of a pass: its slot in the cache, its number of committed tokens T, and its number of rows.
 
-    ``tree`` has these rows; it is None for a part of a prompt, in which each row sees all rows before it.
+    ``tree`` has these rows. None for part of a prompt, in which each row sees all rows before it.
     """
 
     slot: int
@@ -199,13 +199,15 @@ class ExecutionState:
         if have_rows >= rows and have_length >= length and have_threads >= threads:
             return
         rows = max(1 << (rows - 1).bit_length(), have_rows, ROW_BLOCK)
-        length, threads = max(1 << (length - 1).bit_length(), have_length), max(threads, have_threads)
+        length = max(1 << (length - 1).bit_length(), have_length)
+        threads = max(threads, have_threads)
         self._capacity = rows, length, threads
         p = self.plan
-        # Sizes are rounded up. Numbers that pad the inner size of a row must stay zero.
+        # Round sizes up. Numbers that pad the inner size of a row must stay zero.
         p["score_line"] = line = 4 * (round_up(length, SCORE_BLOCK) + SCORE_BLOCK)
         head = int(p["padded_head"])
-        sums, attention = 4 * ROW_BLOCK * GROUP, QUERY_BLOCK * (line + 4 * head + 4)
+        sums = 4 * ROW_BLOCK * GROUP
+        attention = QUERY_BLOCK * (line + 4 * head + 4)
         search = 8 * scratch_words(int(p["vocabulary"]), int(p["top"]))
         p["scratch_each"] = each = round_up(max(sums, attention, search), 4096) + 4096 + 64
         p["normed_each"] = normed = round_up(rows * int(p["normed_stride"]), 64) + 64
@@ -233,8 +235,12 @@ class ExecutionState:
         reads: Sequence[int],
         cache: KVCache,
     ) -> None:
-        """Write the part of the plan that changes from step to step; arguments as in ``CompiledModel.run``."""
-        table, ends, columns, first = list[int](), [0], list[int](), 0
+        """Write the part of the plan that changes from step to step. Arguments as in ``CompiledModel.run``."""
+        # By segment, its record; by row of a tree, the columns of its path.
+        table = list[int]()
+        ends = [0]
+        columns = list[int]()
+        first = 0
         for segment in segments:
             tree = None if segment.rows == 1 else segment.tree
             table += (*cache.layout(segment.slot), segment.length, first, segment.rows, tree is None)
@@ -248,6 +254,7 @@ class ExecutionState:
                 paths.append(path)
                 columns += path
                 ends.append(len(columns))
+        # One array for all parts, so that there is one copy from Python lists.
         parts: dict[str, Sequence[int]] = {
             "tokens": tokens,
             "positions": positions,
@@ -257,22 +264,26 @@ class ExecutionState:
             "path_columns": columns,
         }
         self._step = np.array([number for part in parts.values() for number in part], np.int64)
-        p, address = self.plan, self._step.ctypes.data
+        p = self.plan
+        address = self._step.ctypes.data
         for name, part in parts.items():
             p[name] = address
             address += 8 * len(part)
-        p["rows"], p["reads"], p["segment_count"] = len(tokens), len(reads), len(segments)
+        p["rows"] = len(tokens)
+        p["reads"] = len(reads)
+        p["segment_count"] = len(segments)
 
 
 @entry
 def _move(slot: Any, capacity: int, key_heads: int, key_pair: int, length: int, path: Any) -> None:
-    """Move columns ``length + path[i]`` to columns ``length + i``. Because ``path`` is ascending, nothing is lost.
+    """Move columns ``length + path[i]`` to columns ``length + i``. ``path`` is ascending, so nothing is overwritten
+    early.
 
-    torch is not used for this, because its threads would keep spinning on the cores of the next pass for a while.
-    Numbers are moved one by one, because numba takes five seconds to compile an assignment of slices.
+    torch is not used for this, because its threads would keep spinning for a while on cores that the next pass needs.
+    Numbers are moved one by one, because numba takes five seconds to compile a slice assignment.
 
     Args:
-        slot: (layers, 2K, C * D), the heads of a slot. ``KVCache`` gives the order of their numbers.
+        slot: (layers, 2K, C * D), the heads of a slot, in the order described in ``KVCache``.
     """
     layers, heads, numbers = slot.shape
     size = numbers // capacity
@@ -293,8 +304,8 @@ class KVCache(KVStorage):
     """Keys and values in the model's dtype, written in place and moved only by a commit.
 
     Each slot has its own array (layers, 2K, C, D), so a growing slot moves no other slot. The first K heads are keys,
-    the others values; ``attention`` gives the order of a head's numbers. The padding of D stays zero. The capacity C
-    is a multiple of 64, because kernels compute whole blocks of columns.
+    the others values; ``attention`` describes the order within a head. The padding of D stays zero. The capacity C is
+    a multiple of 64, because kernels compute whole blocks of columns.
 
     An example of a commit: T = 3, and a step added the rows 0 .. 4 in columns 3 .. 7; the accepted path is 0, 2, 4:
 
@@ -308,17 +319,18 @@ class KVCache(KVStorage):
         fmt: the model's format.
 
     Attributes:
-        storage: an array for each slot. Its integers hold the bits of the dtype; zeros take no memory until they are
+        storage: an array of integers for each slot, with the bits of the dtype. Zeros take no memory until they are
             overwritten.
     """
 
     def __init__(self, layers: int, key_heads: int, head_size: int, capacity: int, fmt: Format) -> None:
-        self.key_heads, self._key_pair = key_heads, fmt.key_pair
+        self.key_heads = key_heads
+        self._key_pair = fmt.key_pair
         self._dtype = np.dtype(f"i{fmt.stored.bytes}")
         self._shown_as = self._dtype if fmt.stored.is_bf16 else np.dtype(np.float32)
         self._shape = layers, 2 * key_heads, round_up(max(capacity, 1), SCORE_BLOCK), head_size
         self.storage: list[np.ndarray[Any, Any]] = []
-        # So that ``_move`` is compiled now, and not in the step that first accepts rows of another branch.
+        # Compile ``_move`` now instead of in the first step that accepts rows of another branch.
         self._move_rows(np.zeros((1, 1, 1), self._dtype), 1, 0, [])
 
     def make_room(self, slot: int, length: int) -> None:
@@ -347,7 +359,8 @@ class KVCache(KVStorage):
 
         bf16 is returned as int16.
         """
-        array, heads = self.storage[slot], self.key_heads
+        array = self.storage[slot]
+        heads = self.key_heads
         layers, _, capacity, size = array.shape
         blocks = array[:, :heads].reshape(
             layers, heads, capacity // KEY_BLOCK, size // self._key_pair, KEY_BLOCK, self._key_pair

@@ -5,8 +5,8 @@
     vectors   fp32 in vectors; bf16 weights are widened as they are read
     packed    weights of 4 to 8 bits as in the file, times 8-bit activations, summed in integers (``packed``)
 
-Each format has its own compiled code: a ``Format`` is a constant of the functions that close over it. Weights are
-stored in the order in which a gemm reads them, in contiguous groups of 32 outputs (``dense``, ``packed``).
+Each format has its own compiled code, because a ``Format`` is a constant of the functions that close over it. Weights
+are stored in the order in which a gemm reads them, in contiguous groups of 32 outputs (``dense``, ``packed``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .vector_math import store_bf16, store_fp32
 from .vectors import load_columns, load_columns_bf16
 
 LARGE_PAGE = 1 << 21
-#: The most rows in one call of a microkernel.
+#: Maximum rows in one call of a microkernel.
 ROW_BLOCK = 32
 
 
@@ -49,7 +49,7 @@ class NumberType(NamedTuple):
     """A type of numbers in memory.
 
     Attributes:
-        bytes: of a number.
+        bytes: bytes of a number.
         pointer: (address) -> the numbers there.
         from_fp32, to_fp32: conversions of a number.
         load_columns: (address, stride, count) -> vectors of fp32 numbers.
@@ -81,8 +81,8 @@ class Format:
         stored: type of weights, keys, values and logits; the model's dtype.
         input: type of the rows that a product reads.
         query: type of the queries that attention reads.
-        step: inner numbers that a product takes at once.
-        key_pair: number of consecutive elements of a key that are adjacent in the cache.
+        step: inner numbers that a product consumes at once.
+        key_pair: number of consecutive key elements that are adjacent in the cache.
     """
 
     kind: str
@@ -98,7 +98,7 @@ class Format:
         return f"{self.kind}_{self.stored.bytes}"
 
     def row_bytes(self, inner: int) -> int:
-        """Bytes of a row that a product reads. Rows for packed weights are followed by their quantized blocks."""
+        """Bytes of an input row of a product. With packed weights, rows are followed by their quantized blocks."""
         size = round_up(inner, self.step) * self.input.bytes
         return size + (-(-inner // BLOCK) * RECORD if self.kind == "packed" else 0)
 
@@ -135,14 +135,14 @@ def round_up(number: int, multiple: int) -> int:
 class ArrayMemory:
     """Contiguous memory of ``size`` bytes for many arrays, each of which starts on a cache line.
 
-    It uses large pages if the system provides them, because fewer pages cause fewer stalls.
+    It uses huge pages if the system provides them, because fewer pages cause fewer stalls.
     """
 
     def __init__(self, size: int) -> None:
-        # One additional large page is for alignment, the other because kernels read a little past the last weight.
+        # One extra huge page is for alignment, the other because kernels read a little past the last weight.
         self._map = mmap.mmap(-1, size + 2 * LARGE_PAGE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # the system has no large pages
+            with contextlib.suppress(OSError):  # the system has no huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._used = self._begin = -self._bytes.ctypes.data % LARGE_PAGE
@@ -160,7 +160,8 @@ class ArrayMemory:
 
 
 def paired(size: int, rotary: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The order of a head's ``size`` outputs in which the pairs (i, i + R/2) that rotate together are adjacent.
+    """The order of a head's ``size`` outputs that puts the pairs (i, i + R/2), which rotate together, next to each
+    other.
 
     The first ``rotary`` = R outputs rotate; the others keep their places. With size 6 and R = 4: 0 2 1 3 4 5.
     """
@@ -169,7 +170,7 @@ def paired(size: int, rotary: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 @cache
 def tile_config(rows: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The 64 bytes that configure tile registers: palette 1 and, for each tile, its rows and its bytes per row.
+    """The 64 bytes that configure tile registers: palette 1 and, for each tile, its rows and bytes per row.
 
     All tiles have 16 rows of 64 bytes; those of activations and their sums have fewer if the pass has fewer rows.
 

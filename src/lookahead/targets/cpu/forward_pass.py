@@ -1,8 +1,8 @@
-"""One pass: every layer's stages in turn, called once in each thread, with a barrier wherever a stage needs the
-results of other threads.
+"""One pass: the stages of every layer, run by each thread, with a barrier wherever a stage needs the results of other
+threads.
 
-Each thread computes its share of every stage: outputs of a gemm, rows of a norm, heads of attention. How the work is
-divided does not change the result.
+Each thread computes its share of every stage: outputs of a gemm, rows of a norm, heads of attention. The division of
+work does not affect the result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .thread_pool import STAGES, Worker, barrier, restart, share
 from .tiles import configure_tiles, release_tiles
 from .top import search_row_of
 
-#: The stages whose work threads take from each other: the gemms of a layer, and the LM head.
+#: The stages with work stealing: the gemms of a layer, and the LM head.
 QKV, OUTPUT, UP, DOWN, HEAD = range(STAGES)
 LAYER_BYTES = LAYER.itemsize
 plan_at, layer_at = record_at(PLAN), record_at(LAYER)
@@ -36,7 +36,7 @@ def _embed_of(fmt: Format) -> Any:
     is_packed = fmt.kind == "packed"
 
     def embed(p: Any, begin: int, end: int) -> None:
-        """Write the embeddings of rows begin..end to x, in fp32; learned positions are added."""
+        """Write the embeddings of rows begin..end to x, in fp32, with learned positions added."""
         tokens, positions = integers_at(p.tokens), integers_at(p.positions)
         for r in range(begin, end):
             x = p.x + p.x_stride * r
@@ -60,7 +60,7 @@ def _embed_of(fmt: Format) -> Any:
 
 @compiled
 def quantize_rows(address: int, stride: int, rows: int, blocks: int, worker: Any) -> None:
-    """Quantize this thread's share of the blocks of the rows that the next product reads."""
+    """Quantize this thread's share of the input blocks of the next product."""
     begin, end = share(rows * blocks, worker.rank, worker.size)
     while begin < end:
         row, block = begin // blocks, begin % blocks
@@ -123,20 +123,21 @@ def _find_top_of(fmt: Format) -> Any:
 
 
 def _pass_of(fmt: Format) -> Any:
-    """Make (address of the plan, control, rank, size, arrived), one thread's part of a pass.
+    """Make one thread's part of a pass: (address of the plan, control, rank, size, arrived).
 
-    ``control``, ``rank`` and ``size`` are those of ``thread_pool.Worker``; ``arrived`` counts arrivals at barriers
-    before the pass.
+    ``control``, ``rank`` and ``size`` as in ``thread_pool.Worker``; ``arrived`` counts arrivals at barriers before
+    the pass.
     """
     store, add, gate, activate, keep_logits = gemm_of(fmt)
-    embed, (norm_rows, add_normed, keep_states) = _embed_of(fmt), norms_of(fmt)
+    embed = _embed_of(fmt)
+    norm_rows, add_normed, keep_states = norms_of(fmt)
     rotate, attend, find_top = rotate_of(fmt), _attend_of(fmt), _find_top_of(fmt)
     on_tiles, is_packed = fmt.kind == "tiles", fmt.kind == "packed"
 
     def add_branch(
         p: Any, linear: Any, norm: Any, source: int, stride: int, worker: Any, stage: int, arrived: int
     ) -> Any:
-        """Add a linear's outputs to the rows, after ``norm`` if the layer has it. Returns the count of arrivals."""
+        """Add a linear's outputs to the rows, after ``norm`` if the layer has one. Returns the count of arrivals."""
         if is_packed:
             quantize_rows(source, stride, p.rows, linear.steps, worker)
             arrived = barrier(worker, arrived)
@@ -151,7 +152,8 @@ def _pass_of(fmt: Format) -> Any:
     add_branch = compiled(add_branch, fmt.name)
 
     def run(address: int, control: int, rank: int, size: int, arrived: int) -> None:
-        p, worker = plan_at(address), Worker(control, rank, size)
+        p = plan_at(address)
+        worker = Worker(control, rank, size)
         rows, stride = p.rows, p.normed_stride
         if on_tiles:
             configure_tiles(p.tile_config)
@@ -160,6 +162,7 @@ def _pass_of(fmt: Format) -> Any:
         arrived = barrier(worker, arrived)
         for index in range(p.layer_count):
             layer = layer_at(p.layers + index * LAYER_BYTES)
+            # Attention. ``restart`` resets the counters of stages that no thread is in.
             x, arrived = norm_rows(p, layer.attention_norm, rows, 0, worker, arrived)
             store(p, layer.qkv, x, stride, rows, p.qkv, p.qkv_stride, worker, QKV)
             arrived = barrier(worker, arrived)
@@ -179,6 +182,7 @@ def _pass_of(fmt: Format) -> Any:
                 OUTPUT,
                 arrived,
             )
+            # Feed-forward.
             x, arrived = norm_rows(p, layer.feed_forward_norm, rows, 0, worker, arrived)
             if layer.gated != 0:
                 gate(p, layer.up, x, stride, rows, p.gated, p.gated_stride, worker, UP)
@@ -188,6 +192,7 @@ def _pass_of(fmt: Format) -> Any:
             arrived = add_branch(
                 p, layer.down, layer.feed_forward_post_norm, p.gated, p.gated_stride, worker, DOWN, arrived
             )
+        # Logits and best tokens of the rows that are read.
         reads = p.reads
         if reads > 0:
             x, arrived = norm_rows(p, p.final_norm, reads, p.read_rows, worker, arrived)
@@ -211,6 +216,6 @@ def _compiled(fmt: Format) -> MachineCode:
 def pass_address(fmt: Format) -> int:
     """The address of a format's compiled pass, a job for a ``ThreadPool``. It is compiled once and cached on disk.
 
-    If LLVM cannot compile the pass, it raises its own error.
+    LLVM's errors are passed through.
     """
     return _compiled(fmt).address

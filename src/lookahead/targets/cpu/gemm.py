@@ -1,14 +1,13 @@
-"""Rows times weights, group by group, with an epilogue on each block of sums while it is in the cache.
+"""Rows times weights, group by group, with an epilogue on each block of sums while it is cached.
 
 The microkernel computes the sums of up to 32 rows with one group of 32 outputs. Every sum is one chain over the inner
-size, whose order depends neither on the number of rows nor on a row's index, so a row has the same bits in any step.
-A product of matrix tiles takes about as long for 16 rows as for one, and less time than its kilobyte of weights takes
-to arrive from memory, so up to 32 rows run at nearly the memory bandwidth. The vector kernels keep the sums of a few
-rows in registers, apply a chunk of the weights to all rows while it is in the first-level cache, and prefetch the
-next chunk.
+size, whose order depends neither on the number of rows nor on a row's index, so a row is bit-identical in any step. A
+product of matrix tiles takes about as long for 16 rows as for one, and less time than loading its kilobyte of weights
+from memory, so up to 32 rows run at nearly memory bandwidth. The vector kernels keep the sums of a few rows in
+registers, apply a chunk of the weights to all rows while it is in the L1 cache, and prefetch the next chunk.
 
 The epilogue stores the sums, adds or activates them, or keeps them as logits. It works on vectors, because these few
-hundred nanoseconds decide whether a gemm reaches the memory bandwidth.
+hundred nanoseconds decide whether a gemm reaches memory bandwidth.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from .vectors import (
     store_block,
 )
 
-#: Vectors in a group, and bytes from row to row of the sums.
+#: Vectors in a group, and row stride of the sums in bytes.
 VECTORS, LINE = GROUP // LANES, 4 * GROUP
-#: Rows whose sums fit into the registers, by (numbers in a register, registers).
+#: Number of rows whose sums fit into the registers, by (numbers in a register, registers).
 ROWS_AT_ONCE = {(16, 32): 8, (8, 16): 2, (4, 32): 2}.get((WIDTH, REGISTERS), 1)
-#: Steps of the vector kernels that are applied to all rows before the next steps: 16 KiB of weights.
+#: Steps that the vector kernels apply to all rows before moving on: 16 KiB of weights.
 CHUNK = 128
-#: Bytes of each panel of the next group that are prefetched when a group is finished.
+#: Prefetched bytes of each panel of the next group at the end of a group.
 NEXT_BYTES = 16 * 64
 
 
@@ -71,7 +70,7 @@ def _tile_kernel(weights: int, rows: int, stride: int, steps: int, count: int, o
     for step in range(steps):
         first = weights + 1024 * step
         second = first + panel_bytes
-        # The processor's prefetcher stops at the end of a page; a few lines of the next page restart it.
+        # The hardware prefetcher stops at the end of a page; a few lines of the next page restart it.
         prefetch(first + 4096, 256)
         prefetch(second + 4096, 256)
         row = rows + 64 * step
@@ -95,7 +94,7 @@ def _tile_kernel(weights: int, rows: int, stride: int, steps: int, count: int, o
 
 
 def _rows_of(fmt: Format, rows: int) -> Any:
-    """Make (chunk, x, stride, steps, out, r, share), which adds the products of ``rows`` rows with a chunk.
+    """Make (chunk, x, stride, steps, out, r, share), which adds the products of ``rows`` rows and a chunk.
 
     A step is 4 bytes of a row. For example, 8 rows take these of 32 registers with 16 numbers:
 
@@ -103,7 +102,7 @@ def _rows_of(fmt: Format, rows: int) -> Any:
         2 weights w0, w1 of one inner number; 1 broadcast x
         per step    for each row: x = row[step] in every lane; sums[r, 0] += w0 * x; sums[r, 1] += w1 * x
 
-    Each row also prefetches its part of the next chunk. ``share`` is that of 8 rows, in bytes a step.
+    Each row also prefetches its part of the next chunk. ``share`` is the part of 8 rows, in bytes per step.
     """
     load = load_column_pairs if fmt.kind == "pairs" else fmt.stored.load_columns
     column_bytes = fmt.step * fmt.stored.bytes * LANES
@@ -112,7 +111,8 @@ def _rows_of(fmt: Format, rows: int) -> Any:
     def add_rows(chunk: int, x: int, stride: int, steps: int, out: int, r: int, share: int) -> None:
         each = share * rows // 8
         ahead = chunk + step_bytes * CHUNK + each * (r * steps // rows)
-        sums, end = load_block(out, LINE, rows, VECTORS), chunk + step_bytes * steps
+        sums = load_block(out, LINE, rows, VECTORS)
+        end = chunk + step_bytes * steps
         while chunk < end:  # ``range`` would take one more instruction of 28
             prefetch(ahead, 64)  # two cache lines at a time
             prefetch(ahead + each // 2, 64)
@@ -126,7 +126,8 @@ def _rows_of(fmt: Format, rows: int) -> Any:
 
 
 def _vector_kernel(fmt: Format) -> Any:
-    step_bytes, most = VECTORS * fmt.step * fmt.stored.bytes * LANES, ROWS_AT_ONCE
+    step_bytes = VECTORS * fmt.step * fmt.stored.bytes * LANES
+    most = ROWS_AT_ONCE
     eight, four, two, one = (_rows_of(fmt, rows) for rows in (8, 4, 2, 1))
 
     def kernel(weights: int, rows: int, stride: int, steps: int, count: int, out: int) -> None:
@@ -135,7 +136,8 @@ def _vector_kernel(fmt: Format) -> Any:
         share = 8 * step_bytes // count
         for begin in range(0, steps, CHUNK):
             length = min(CHUNK, steps - begin)
-            chunk, row = weights + step_bytes * begin, rows + 4 * begin
+            chunk = weights + step_bytes * begin
+            row = rows + 4 * begin
             r = 0  # as many rows at once as possible
             if most >= 8:
                 while r + 8 <= count:
@@ -157,7 +159,7 @@ def _vector_kernel(fmt: Format) -> Any:
 
 
 def _microkernel(fmt: Format) -> Any:
-    """(weights, rows, stride, steps, count, out), which writes the sums (count, 32) fp32 of rows with one group.
+    """(weights, rows, stride, steps, count, out), which writes the sums (count, 32) fp32 of rows times one group.
 
     There are up to 32 rows, ``stride`` bytes apart, and ``steps`` counts the format's steps.
     """
@@ -166,8 +168,8 @@ def _microkernel(fmt: Format) -> Any:
     return _tile_kernel if fmt.kind == "tiles" else _vector_kernel(fmt)
 
 
-# What finishes a row of a group: (first, second, line, peak, a, b, cap), with the 32 sums as two vectors; the
-# addresses of the row in the output and of its number among the peaks; and the parameters of activation and cap.
+# Epilogues of a row of a group: (first, second, line, peak, a, b, cap), with the 32 sums as two vectors, the
+# addresses of the row in the output and of its peak, and the parameters of activation and cap.
 
 
 @inlined
@@ -194,7 +196,8 @@ def _gate_of(fmt: Format) -> Any:
 
 def _activate_of(fmt: Format) -> Any:
     """Make the function that stores the activations."""
-    store_rounded, vector_bytes = fmt.input.store, LANES * fmt.input.bytes
+    store_rounded = fmt.input.store
+    vector_bytes = LANES * fmt.input.bytes
 
     def activate(first: Any, second: Any, line: int, peak: int, a: Any, b: Any, cap: Any) -> None:
         store_rounded(line, activation(first, a, b))
@@ -204,8 +207,9 @@ def _activate_of(fmt: Format) -> Any:
 
 
 def _keep_logits_of(fmt: Format) -> Any:
-    """Make the function that stores logits, and the largest as the row's peak; NaN if any logit is NaN."""
-    store_rounded, vector_bytes = fmt.stored.store, LANES * fmt.stored.bytes
+    """Make the function that stores logits, and their maximum as the peak; NaN if any logit is NaN."""
+    store_rounded = fmt.stored.store
+    vector_bytes = LANES * fmt.stored.bytes
 
     def keep_logits(first: Any, second: Any, line: int, peak: int, a: Any, b: Any, cap: Any) -> None:
         if cap != 0:
@@ -223,12 +227,12 @@ def _keep_logits_of(fmt: Format) -> Any:
 def gemm_of(fmt: Format) -> tuple[Any, Any, Any, Any, Any]:
     """Make a format's gemms: W x + b is stored, added, gated, activated, or kept as logits with their peaks.
 
-    Each takes (p, linear, x, x_stride, rows, out, out_stride, worker, stage) and computes this thread's share of the
-    groups of outputs, then what remains of the other threads' shares (work stealing), because cores are seldom
-    equally fast.
+    Each takes (p, linear, x, x_stride, rows, out, out_stride, worker, stage). It computes this thread's share of the
+    output groups, then what remains of the other threads' shares (work stealing), because cores are seldom equally
+    fast.
 
         p, linear   records of ``execution_plan``: PLAN and LINEAR
-        x, out      addresses of the rows that are read and written; strides are bytes from row to row
+        x, out      addresses of the rows that are read and written; strides are in bytes
         stage       the stage of ``thread_pool.take``
     """
     kernel = _microkernel(fmt)

@@ -1,8 +1,8 @@
-"""The stages between gemms: RMS norms (Zhang and Sennrich 2019) and layer norms (Ba et al. 2016) of rows; and, after
-the gemm of queries, keys and values, head norms, rotary positions (Su et al. 2021) and cache writes.
+"""The stages between gemms: RMS norms (Zhang and Sennrich 2019) and layer norms (Ba et al. 2016) of rows. After the
+query, key and value gemm: head norms, rotary positions (Su et al. 2021) and cache writes.
 
-The rotary pairs (i, i + R/2) of a head are adjacent here, (2i, 2i + 1), because the rows of the weights are packed in
-that order (``formats.paired``).
+The rotary pairs (i, i + R/2) of a head are adjacent here, (2i, 2i + 1), because the weight rows are packed in that
+order (``formats.paired``).
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from .packed import BLOCK
 from .packed_gemm import quantize
 from .thread_pool import barrier, share
 
-#: Up to this many rows, every thread norms all rows itself, which is faster than waiting for the other threads.
+#: Up to this many rows, every thread norms all rows, which is faster than waiting for the other threads.
 FEW_ROWS = 2
-SEGMENT_BYTES, segment_at = SEGMENT.itemsize, record_at(SEGMENT)
-#: Lets LLVM sum in lanes and fuse multiply-adds; NaN and infinity keep their meaning.
+SEGMENT_BYTES = SEGMENT.itemsize
+segment_at = record_at(SEGMENT)
+#: Lets LLVM sum in lanes and fuse multiply-adds, without assumptions about NaN and infinity.
 REASSOCIATE = {"reassoc", "contract", "nsz"}
 
 
@@ -40,7 +41,8 @@ def statistics(address: int, size: int, norm: Any) -> Any:
     if norm.kind == 2:
         for i in range(size):
             total += xs[i]
-        mean, total = total / np.float32(size), np.float32(0)
+        mean = total / np.float32(size)
+        total = np.float32(0)
     for i in range(size):
         total += (xs[i] - mean) * (xs[i] - mean)
     return mean, np.float32(1) / np.sqrt(total / np.float32(size) + norm.epsilon)
@@ -59,7 +61,9 @@ def norms_of(fmt: Format) -> tuple[Any, Any, Any]:
         Args:
             row_numbers: address of the rows of x to norm, as 64-bit integers; 0 for the first ``rows`` rows.
         """
-        out, begin, end = p.normed, 0, rows
+        out = p.normed
+        begin = 0
+        end = rows
         if rows <= FEW_ROWS:
             out += worker.rank * p.normed_each
         else:
@@ -94,7 +98,8 @@ def norms_of(fmt: Format) -> tuple[Any, Any, Any]:
         """Copy this thread's share of the rows that ``norm_rows`` wrote to ``p.states``."""
         begin, end = share(p.reads, worker.rank, worker.size)
         for r in range(begin, end):
-            numbers, outs = input_at(source + p.normed_stride * r), input_at(p.states + p.states_stride * r)
+            numbers = input_at(source + p.normed_stride * r)
+            outs = input_at(p.states + p.states_stride * r)
             for i in range(p.hidden):
                 outs[i] = numbers[i]
 
@@ -110,19 +115,21 @@ def rotate_of(fmt: Format) -> Any:
     pair = fmt.key_pair
 
     def rotate(p: Any, layer: Any, index: int, worker: Any) -> None:
-        """Norm and rotate this thread's (head, row) pairs of ``p.qkv``; write keys and values into the cache.
+        """Norm and rotate this thread's (head, row) pairs of ``p.qkv``, and write keys and values to the cache.
 
         Queries are scaled and written to ``p.query``; a sequence's queries are (K, rows, H / K, padded head).
         """
         scratch = p.scratch + worker.rank * p.scratch_each
         positions = integers_at(p.positions)
         heads, key_heads, head, padded = p.heads, p.key_heads, p.head_size, p.padded_head
-        all_heads, groups = heads + 2 * key_heads, heads // key_heads
+        all_heads = heads + 2 * key_heads
+        groups = heads // key_heads
         begin, end = share(p.rows * all_heads, worker.rank, worker.size)
         s = 0
         for item in range(begin, end):
-            # Head by head, because the gemm divided its outputs among threads in this order: most of what a thread
-            # reads is in its cache, and no two threads write to a cache line, which holds keys of many columns.
+            # Head by head, because the gemm divided its outputs among threads in this order. So most of what a thread
+            # reads is in its cache, and no two threads write to the same cache line, which holds keys of many
+            # columns.
             lane, row = item // p.rows, item % p.rows
             s = 0 if row == 0 else s
             segment = segment_at(p.segments + s * SEGMENT_BYTES)
@@ -132,10 +139,11 @@ def rotate_of(fmt: Format) -> Any:
             local = row - segment.first_row
             column = segment.length + local
             y = p.qkv + p.qkv_stride * row + 4 * lane * head
-            # Make a copy, because a joint norm of another head of this row reads the original.
+            # Copy the head, because a joint norm of another head of this row reads the original.
             source, ys = floats_at(y), floats_at(scratch)
             for i in range(head):
                 ys[i] = source[i]
+            # Norm and rotate queries and keys.
             if lane < heads + key_heads:
                 if layer.head_norm.kind != 0:
                     ws = floats_at(layer.head_norm.weight + 4 * lane * head)
@@ -153,6 +161,7 @@ def rotate_of(fmt: Format) -> Any:
                         a, b = ys[i], ys[i + 1]
                         ys[i] = a * angles[i] - b * angles[i + 1]
                         ys[i + 1] = a * angles[i + 1] + b * angles[i]
+            # Store the query, or the key or value in the cache.
             store = segment.cache + index * segment.cache_layer + (lane - heads) * segment.cache_head
             if lane < heads:
                 number = segment.first_row * heads + ((lane // groups) * segment.rows + local) * groups

@@ -1,14 +1,14 @@
-"""Operations: what compiled functions can do beyond numba, each declared once.
+"""Operations: extensions of numba for compiled functions, each declared once.
 
     @operation(types.float32(types.int64), emit)
     def name(address):
         body
 
-The body says what the operation does; Python runs it when a function is called uncompiled. In compiled code, the
-instructions that ``emit(builder, *values)`` writes with LLVM's builder take its place. The prototype gives the types:
-the result's, called with those of the arguments.
+The body defines the operation and runs when a function is called uncompiled. In compiled code it is replaced with the
+instructions that ``emit(builder, *values)`` writes with LLVM's builder. The prototype gives the types: the result
+type, called with the argument types.
 
-Here are the operations on memory and addresses, which are 64-bit integers. ``vectors`` has those on vectors.
+This module has the operations on memory and addresses, which are 64-bit integers; ``vectors`` has those on vectors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from numba.extending import lower_builtin, type_callable
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32, NOTHING = ir.FloatType(), ir.VoidType()
 int32, int64, float32, void = types.int32, types.int64, types.float32, types.void
-#: The type of an argument that must be a constant: ``emit`` gets its value, a Python int.
+#: The type of an argument that must be constant; ``emit`` gets its value, a Python int.
 CONSTANT = types.IntegerLiteral
 
 
@@ -69,7 +69,7 @@ def operation(prototype: Any, emit: Callable[..., Any], *others: Any) -> Callabl
 
 
 def _fits(given: Any, wanted: Any) -> bool:
-    """Whether an argument may be passed. Numba converts numbers."""
+    """Whether an argument may be passed; numba converts numbers."""
     if isinstance(wanted, type):
         return isinstance(given, wanted)
     if isinstance(wanted, types.Number):
@@ -96,15 +96,16 @@ def memory(address: int, dtype: Any, count: int) -> np.ndarray[Any, Any]:
 
 
 def offsets_of(dtype: np.dtype[Any]) -> dict[str, int]:
-    """The places of a record's fields, in bytes."""
+    """The offsets of a record's fields, in bytes."""
     return {name: field[1] for name, field in (dtype.fields or {}).items()}
 
 
 class _Numbers:
-    """A pointer, for functions that Python runs: ``numbers[i]``."""
+    """A pointer for functions run by Python: ``numbers[i]``."""
 
     def __init__(self, address: int, dtype: Any) -> None:
-        self._address, self._dtype = address, np.dtype(dtype)
+        self._address = address
+        self._dtype = np.dtype(dtype)
 
     def _at(self, index: int) -> np.ndarray[Any, Any]:
         return memory(self._address + int(index) * self._dtype.itemsize, self._dtype, 1)
@@ -117,7 +118,7 @@ class _Numbers:
 
 
 def numbers_at(dtype: Any) -> Any:
-    """Make the operation (address) -> numbers of a dtype, which are read and written by index."""
+    """Make the operation (address) -> numbers of a dtype, read and written by index."""
     kind, size = np.dtype(dtype).kind, np.dtype(dtype).itemsize
     element = F32 if kind == "f" else ir.IntType(8 * size)
     numbers = types.CPointer(from_dtype(np.dtype(dtype)))
@@ -145,7 +146,7 @@ shorts_at, bytes_at = numbers_at("u2"), numbers_at("u1")
 
 
 def _prefetch(builder: Any, address: Any, size: int) -> None:
-    hints = [ir.Constant(I32, number) for number in (0, 2, 1)]  # a read, into the second level, of data
+    hints = [ir.Constant(I32, number) for number in (0, 2, 1)]  # a read, into L2, of data
     for line in range(0, size, 64):
         pointer = pointer_to(builder, builder.add(address, ir.Constant(I64, line)))
         call_intrinsic(builder, "llvm.prefetch.p0", NOTHING, pointer, *hints)
@@ -153,7 +154,7 @@ def _prefetch(builder: Any, address: Any, size: int) -> None:
 
 @operation((void, int64, CONSTANT), _prefetch)
 def prefetch(address: int, size: int) -> None:
-    """Ask for the cache lines of ``size`` bytes, for the second-level cache."""
+    """Prefetch the cache lines of ``size`` bytes into the L2 cache."""
 
 
 def _call(builder: Any, address: Any, *arguments: Any) -> None:
@@ -177,10 +178,10 @@ def _stack_memory(builder: Any, size: int) -> Any:
 
 @operation((int64, CONSTANT), _stack_memory)
 def stack_memory(size: int) -> int:
-    """The address of ``size`` bytes that live until the calling function returns."""
+    """The address of ``size`` bytes on the stack of the calling function."""
     _uncompiled_memory.append(np.zeros(size, np.uint8))
     return int(_uncompiled_memory[-1].ctypes.data)
 
 
-#: Keeps the memory of ``stack_memory`` alive where Python runs functions.
+#: Keeps the memory of ``stack_memory`` alive in functions run by Python.
 _uncompiled_memory: list[np.ndarray[Any, Any]] = []

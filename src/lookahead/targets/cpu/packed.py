@@ -1,9 +1,9 @@
-"""The weights of quantized files, in the order in which the kernel reads them (``packed_gemm``).
+"""The weights of quantized files, in the order in which kernels read them (``packed_gemm``).
 
 GGUF stores the inner numbers of an output in blocks of 32; formats with K in their names join eight blocks into a
 superblock of 256. A number is
 
-    w = scale * (q - zero) + offset      q has 4, 5, 6 or 8 bits; a format has a zero point or offsets, not both
+    w = scale * (q - zero) + offset      q has 4, 5, 6 or 8 bits; a format has a zero point or offsets, never both
 
 A panel has 16 outputs. Its blocks are consecutive. Within a block, a vector of 64 bytes holds 4 inner numbers of
 each output, which the processor multiplies at once. A panel consists of three parts:
@@ -16,8 +16,8 @@ each output, which the processor multiplies at once. A panel consists of three p
 
 So a Q4_0 block of 16 outputs takes 256 bytes of quants and 32 of scales, as in the file.
 
-``pack_panels`` copies outputs of a file into panels; the function of ``decoder_address`` decodes an output, for
-embeddings and tests. Each kind has its own compiled code, so only the kinds that a model has are compiled.
+``pack_panels`` copies outputs of a file into panels. The function at ``decoder_address`` decodes an output, for
+embeddings and tests. Each kind has its own compiled code, so only the kinds in a model are compiled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ...jit import MachineCode, compiled, entry
 from .operations import bytes_at, call, floats_at, integers_at, shorts_at, stack_memory
 from .vectors import fp16_at
 
-#: Inner numbers of a block, outputs of a panel, blocks of a superblock.
+#: Inner numbers per block, outputs per panel, blocks per superblock.
 BLOCK, PANEL, SUPER = 32, 16, 8
 #: A quantized block of activations: the numbers; dx; dx times the sum of the numbers; and, for each zero point, the
 #: start of the integer sums, which is -zero times the sum of the numbers (for 32, that of each half of the block).
@@ -58,14 +58,14 @@ RECORD = QUANTIZED.itemsize
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of GGUF tensors.
+    """A type of GGUF tensor.
 
     Attributes:
         name: its name in GGUF.
         bits: bits of q; 16 or 32 for numbers that are not quantized.
         zero: the zero point; 0 for none.
         offsets: whether blocks have offsets.
-        grouped: whether scales are 8-bit numbers with a factor for each superblock.
+        grouped: whether scales are 8-bit numbers with one factor per superblock.
         halves: number of scales of a block: 2 if each half block has its own, else 1.
         file_bytes: bytes of a block in the file, or of a superblock if ``grouped``.
     """
@@ -109,7 +109,7 @@ class Kind:
         return -(-size // 64) * 64
 
 
-#: Compiled code identifies a kind by its index in this tuple.
+#: Compiled code refers to a kind by its index in this tuple.
 KINDS = (
     Kind("F32", 32, 0, False, False, 1, 128),
     Kind("F16", 16, 0, False, False, 1, 64),
@@ -166,7 +166,8 @@ class PackedLinear:
 
 @compiled
 def _byte(numbers: Any, index: int) -> int:
-    """A byte as a signed 64-bit integer. In numba, sums of unsigned and signed integers would be floats."""
+    """A byte as a signed 64-bit integer, because numba makes a float of the sum of an unsigned and a signed
+    integer."""
     return np.int64(numbers[index])  # type: ignore[return-value]  # an int to compiled code
 
 
@@ -184,11 +185,14 @@ def _scale_and_offset(raw: Any, start: int, j: int) -> tuple[int, int]:
 
 
 def _read_block_of(kind: Kind) -> Any:
-    """Make (raw, block, q, scales): read a block of an output's bytes ``raw`` into q (32 bytes) and scales (4 bytes).
+    """Make (raw, block, q, scales), which reads a block of an output's bytes ``raw`` into q (32 bytes) and scales (4
+    bytes).
 
     ``scales`` gets an fp16 scale and an fp16 offset, or an 8-bit scale and its offset, or two 8-bit scales.
     """
-    size, head, five = kind.file_bytes, 4 if kind.offsets else 2, kind.bits == 5
+    size = kind.file_bytes
+    head = 4 if kind.offsets else 2
+    five = kind.bits == 5
     upper = 32 if five else 0  # bytes of fifth bits in a superblock
 
     def bytes_with_a_scale(raw: Any, block: int, q: Any, scales: Any) -> None:
@@ -203,7 +207,9 @@ def _read_block_of(kind: Kind) -> Any:
         for e in range(head):
             scales[e] = raw[fifth - head + e]
         for e in range(16):
-            both, low, high = _byte(raw, start + e), 0, 0
+            both = _byte(raw, start + e)
+            low = 0
+            high = 0
             if five:
                 low = _byte(raw, fifth + e // 8) >> e % 8 & 1
                 high = _byte(raw, fifth + 2 + e // 8) >> e % 8 & 1
@@ -240,8 +246,9 @@ def _packer(kind: Kind) -> Any:
     """Make the compiled part of ``pack_panels``, with addresses instead of arrays."""
     bits, grouped = kind.bits, kind.grouped
     quant_bytes, scale_bytes, super_bytes = kind.quant_bytes, kind.scale_bytes, kind.super_bytes
-    size, number_bytes = kind.file_bytes, kind.bits // 8
-    first_super = 208 if kind.bits == 6 else 0  # the place of the factors in a superblock of the file
+    size = kind.file_bytes
+    number_bytes = kind.bits // 8
+    first_super = 208 if kind.bits == 6 else 0  # offset of the factors in a superblock of the file
     read_block = _read_block_of(kind)
 
     def pack_plain(source: int, lane: int, inner: int, out: int) -> None:
@@ -251,10 +258,13 @@ def _packer(kind: Kind) -> Any:
                 panel[(i * PANEL + lane) * number_bytes + k] = raw[i * number_bytes + k]
 
     def pack_quantized(source: int, lane: int, inner: int, out: int) -> None:
-        blocks, raw = inner // BLOCK, bytes_at(source)
+        blocks = inner // BLOCK
+        raw = bytes_at(source)
         scales_at = out + blocks * quant_bytes
-        supers, room = bytes_at(scales_at + blocks * scale_bytes), stack_memory(64)
-        q, scales = bytes_at(room), bytes_at(room + 32)
+        supers = bytes_at(scales_at + blocks * scale_bytes)
+        room = stack_memory(64)
+        q = bytes_at(room)
+        scales = bytes_at(room + 32)
         for block in range(blocks):
             read_block(raw, block, q, scales)
             quants, at = bytes_at(out + block * quant_bytes), bytes_at(scales_at + block * scale_bytes)
@@ -322,13 +332,11 @@ def pack_panels(
 
 def _decoder(kind: Kind) -> Any:
     quant_bytes, scale_bytes, super_bytes = kind.quant_bytes, kind.scale_bytes, kind.super_bytes
-    bits, zero, grouped, offsets, two_scales = (
-        kind.bits,
-        kind.zero,
-        kind.grouped,
-        kind.offsets,
-        kind.halves > 1,
-    )
+    bits = kind.bits
+    zero = kind.zero
+    grouped = kind.grouped
+    offsets = kind.offsets
+    two_scales = kind.halves > 1
 
     def decode_plain(panel: int, lane: int, inner: int, out: int) -> None:
         numbers, wide, shorts = floats_at(out), floats_at(panel), shorts_at(panel)
@@ -342,12 +350,15 @@ def _decoder(kind: Kind) -> Any:
                 numbers[i] = fp16_at(panel + 2 * place)
 
     def decode_quantized(panel: int, lane: int, inner: int, out: int) -> None:
-        blocks, numbers = inner // BLOCK, floats_at(out)
+        blocks = inner // BLOCK
+        numbers = floats_at(out)
         scales_at = panel + blocks * quant_bytes
         supers_at = scales_at + blocks * scale_bytes
         for block in range(blocks):
-            quants, at = bytes_at(panel + block * quant_bytes), scales_at + block * scale_bytes
-            unit, small = supers_at + block // SUPER * super_bytes, bytes_at(at)
+            quants = bytes_at(panel + block * quant_bytes)
+            at = scales_at + block * scale_bytes
+            unit = supers_at + block // SUPER * super_bytes
+            small = bytes_at(at)
             # The scales of both halves, and the offset.
             shift = np.float32(0)
             if two_scales:
@@ -384,16 +395,16 @@ def _compiled_decoder(kind: Kind) -> MachineCode:
 
 
 def decoder_address(kind: Kind) -> int:
-    """The address of a compiled function, which is compiled once and cached on disk.
+    """The address of a kind's decoder, which is compiled once and cached on disk.
 
-    It is (panel, lane, inner, out), and decodes an output of a panel, numbered ``lane``, to fp32 (inner,) at ``out``.
+    Its arguments are (panel, lane, inner, out). It decodes output ``lane`` of a panel to fp32 (inner,) at ``out``.
     """
     return _compiled_decoder(kind).address
 
 
 @partial(entry, nogil=True)
 def _decode_outputs(table: int, outputs: int, count: int, inner: int, out: int) -> None:
-    """Decode outputs of a linear to fp32 (count, inner) at ``out``. ``table``: the panels with their decoders."""
+    """Decode outputs of a linear to fp32 (count, inner) at ``out``. ``table`` has the panels with their decoders."""
     panels, numbers = integers_at(table), integers_at(outputs)
     for n in range(count):
         panel = 2 * (numbers[n] // PANEL)

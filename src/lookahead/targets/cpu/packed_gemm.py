@@ -6,19 +6,20 @@ summed in 32-bit integers, and each block adds one fp32 term to a row's sum:
     y = sum over blocks b of   (scale_b * dx_b) * (sum of q * x)  +  offset_b * (dx_b * sum of x)
 
 where w = scale * q + offset is the decoded weight and dx * x the quantized activation. Integer sums are exact, and
-the fp32 terms are added in the order of the blocks, so a row has the same bits whatever rows are computed with it.
+the fp32 terms are added in the order of the blocks, so a row is bit-identical whatever rows are computed alongside
+it.
 
 Weights are stored in panels of 16 outputs (``packed``). A block of a panel is 8 vectors of 16 x 4 unsigned bytes:
-vector t holds q of inner numbers 4t .. 4t+3 of each output, 4 bytes per lane. A kernel goes through the blocks of one
-panel. It unpacks vectors of a block into registers, and multiplies them with all rows while they are there:
+vector t holds q of inner numbers 4t .. 4t+3 of each output, 4 bytes per lane. A kernel iterates over the blocks of
+one panel. It unpacks the vectors of a block into registers and multiplies them with all rows while they are there:
 
     total += dot(vector t, row[4t .. 4t+3] in all lanes)         for each t
     sums of the row += (s * dx) * (total - zero * sum of x)      0 without a zero point; s: the block's 16 scales
     sums of the row += o * (dx * sum of x)                       if the format has offsets o
 
-With 32 registers of 16 words and instructions for products of bytes (VNNI), all 8 vectors are in registers at once,
-and one run goes through all rows. Otherwise there are two runs, of vectors 0-3 and 4-7, and the totals of the first
-are kept in memory. AVX2 multiplies 8-bit weights as two digits of 4 bits, in two runs each.
+With 32 registers of 16 words and instructions for products of bytes (VNNI), all 8 vectors fit into registers at once,
+and one run covers all rows. Otherwise there are two runs, of vectors 0-3 and 4-7, and the totals of the first are
+kept in memory. AVX2 multiplies 8-bit weights as two digits of 4 bits, in two runs each.
 
 An example with 2 outputs and a block of 4: q = (1 2 3 4), (5 6 7 8), x = (1 -1 2 0), so the totals are (5, 13); with
 s = (.5, .25) and dx = 2 the block adds (.5 * 2 * 5, .25 * 2 * 13) = (5, 6.5).
@@ -72,9 +73,9 @@ AHEAD = 16384
 ONE_RUN = VNNI and WIDTH == LANES
 #: In all four bytes of a word: the lower half, bit 4, and bits 4 and 5.
 LOWER, BIT_4, BITS_4_5 = 0x0F0F0F0F, 0x10101010, 0x30303030
-#: Bytes from row to row of the sums, of a vector, of the totals of 32 rows, and of those kept between runs.
+#: Bytes of a row of sums, of a vector, of the totals of 32 rows, and of the totals kept between runs.
 LINE, VECTOR, KEPT, ALL_KEPT = 4 * GROUP, 64, 64 * ROW_BLOCK, 2 * 64 * ROW_BLOCK
-#: Where a row's quantized block has its scale, its scaled sum, and the totals' starts by zero point.
+#: Offsets in a row's quantized block of its scale, its scaled sum, and the initial totals by zero point.
 RECORD = QUANTIZED.itemsize
 _AT = offsets_of(QUANTIZED)
 SCALE, SCALED_SUM, START = _AT["scale"], _AT["scaled_sum"], {n: _AT[f"start_{n}"] for n in (8, 16, 32, 128)}
@@ -82,7 +83,7 @@ SCALE, SCALED_SUM, START = _AT["scale"], _AT["scaled_sum"], {n: _AT[f"start_{n}"
 quantized_at = record_at(QUANTIZED)
 
 
-# The vectors of a block as unsigned bytes: 0 to 3 for ``half`` 0, and 4 to 7 for 1.
+# The vectors of a block as unsigned bytes: 0 to 3 for ``half`` 0, 4 to 7 for ``half`` 1.
 
 
 @inlined
@@ -145,13 +146,16 @@ def _products(total: Any, weights: Any, row: int) -> Any:
 
 
 def _term_of(kind: Kind) -> tuple[Any, Any, Any]:
-    """Make three functions: scales and offsets of a block, and what adds a block's term to a row's sums.
+    """Make three functions: a block's scales, its offsets, and the addition of its term to a row's sums.
 
     The first two are (scales, factors, half) and (scales, factors): addresses of the block's scales and, if these are
     8-bit numbers, of the superblock's factors.
     """
-    grouped, signed, zero = kind.grouped, kind.halves > 1, kind.zero
-    start, has_offsets = START.get(zero, 0), kind.offsets
+    grouped = kind.grouped
+    signed = kind.halves > 1
+    zero = kind.zero
+    start = START.get(zero, 0)
+    has_offsets = kind.offsets
 
     def scales_of(scales: int, factors: int, half: int) -> Any:
         if not grouped:
@@ -180,12 +184,14 @@ def _term_of(kind: Kind) -> tuple[Any, Any, Any]:
 
 def _one_run(kind: Kind) -> Any:
     """Make (quants, scales, factors, row, stride, count, out), which adds a block's terms to the sums of all rows."""
-    unpack, (scales_of, offsets_of, add_term) = UNPACK[kind.bits], _term_of(kind)
+    unpack = UNPACK[kind.bits]
+    scales_of, offsets_of, add_term = _term_of(kind)
     two_scales = kind.halves > 1
 
     def block(quants: int, scales: int, factors: int, row: int, stride: int, count: int, out: int) -> None:
         first_weights, second_weights = unpack(quants, 0), unpack(quants, 1)
-        first_scales, offsets = scales_of(scales, factors, 0), offsets_of(scales, factors)
+        first_scales = scales_of(scales, factors, 0)
+        offsets = offsets_of(scales, factors)
         second_scales = scales_of(scales, factors, 1)
         for _ in range(count):
             total = _products(totals(0), first_weights, row)
@@ -203,15 +209,18 @@ def _one_run(kind: Kind) -> Any:
 
 
 def _two_runs(kind: Kind) -> Any:
-    """``_one_run`` for processors with few registers, or without instructions for four products of bytes."""
-    unpack, (scales_of, offsets_of, add_term) = UNPACK[kind.bits], _term_of(kind)
-    two_scales, bits, in_digits = kind.halves > 1, kind.bits, kind.bits == 8 and PAIRED_BYTES
-    # Whether the sums of eight vectors fit into the shorts of AVX2, so that they are widened only once.
+    """``_one_run`` for processors with few registers or without an instruction for four byte products."""
+    unpack = UNPACK[kind.bits]
+    scales_of, offsets_of, add_term = _term_of(kind)
+    two_scales = kind.halves > 1
+    bits = kind.bits
+    in_digits = kind.bits == 8 and PAIRED_BYTES
+    # Whether the sums of eight vectors fit into AVX2's shorts, so that they are widened only once.
     eight_fit = bits == 4 or in_digits
     load_kept = load_totals if eight_fit else load_words
 
     def products(weights: Any, row: int) -> Any:
-        """The products of four vectors, as sums that may be added to those of the other four."""
+        """The products of four vectors, as sums that can be added to those of the other four."""
         if eight_fit:
             return _products(totals(0), weights, row)
         if bits == 6:  # the sums of two vectors fit
@@ -235,9 +244,10 @@ def _two_runs(kind: Kind) -> Any:
         inlined(function, kind.name)
 
     def block(quants: int, scales: int, factors: int, row: int, stride: int, count: int, out: int) -> None:
-        if two_scales:  # the halves of a block are two blocks
+        if two_scales:  # each half of a block is treated as a block
             for half in range(2):
-                weights, half_scales = unpack(quants, half), scales_of(scales, factors, half)
+                weights = unpack(quants, half)
+                half_scales = scales_of(scales, factors, half)
                 for r in range(count):
                     x = row + stride * r
                     add_term(
@@ -245,6 +255,7 @@ def _two_runs(kind: Kind) -> Any:
                     )
             return
 
+        # Earlier runs keep their totals in memory; the last adds its own and writes the terms.
         kept = stack_memory(ALL_KEPT)
         if in_digits:
             keep(_digits(quants, 0, 1), row, stride, count, kept + KEPT)
@@ -254,7 +265,8 @@ def _two_runs(kind: Kind) -> Any:
         else:
             keep(unpack(quants, 0), row, stride, count, kept)
             weights = unpack(quants, 1)
-        block_scales, offsets = scales_of(scales, factors, 0), offsets_of(scales, factors)
+        block_scales = scales_of(scales, factors, 0)
+        offsets = offsets_of(scales, factors)
         for r in range(count):
             x, here = row + stride * r, kept + VECTOR * r
             total = whole(load_kept(here) + products(weights, x + 16))
@@ -274,7 +286,8 @@ def quantized_kernel(kind: Kind) -> Any:
     def kernel(panel: int, rows: int, stride: int, blocks: int, count: int, out: int) -> None:
         for r in range(count):
             store(out + LINE * r, floats(0))
-        row, scales = rows + 4 * BLOCK * blocks, panel + quant_bytes * blocks
+        row = rows + 4 * BLOCK * blocks
+        scales = panel + quant_bytes * blocks
         factors = scales + scale_bytes * blocks
         for b in range(blocks):
             prefetch(panel + AHEAD, quant_bytes)
@@ -293,11 +306,13 @@ def quantized_kernel(kind: Kind) -> Any:
 
 def plain_kernel(kind: Kind) -> Any:
     """Make the kernel of fp32, fp16 or bf16 weights, which reads the fp32 numbers of the rows."""
-    size, load = kind.bits // 8, {"F32": load_floats, "F16": load_fp16, "BF16": load_bf16}[kind.name]
+    size = kind.bits // 8
+    load = {"F32": load_floats, "F16": load_fp16, "BF16": load_bf16}[kind.name]
 
     def kernel(panel: int, rows: int, stride: int, blocks: int, count: int, out: int) -> None:
         for r in range(count):
-            row, total = rows + stride * r, floats(0)
+            row = rows + stride * r
+            total = floats(0)
             for i in range(BLOCK * blocks):
                 total = multiply_add(load(panel + PANEL * size * i), broadcast_float(row + 4 * i), total)
             store(out + LINE * r, total)
@@ -312,21 +327,21 @@ def _compiled(kind: Kind) -> MachineCode:
 
 
 def kernel_address(kind: Kind) -> int:
-    """The address of the compiled kernel of a kind of weights, which is compiled once and cached on disk.
+    """The address of a kind's kernel, which is compiled once and cached on disk.
 
     A kernel is (panel, rows, stride, blocks, count, out); see ``microkernel``. It writes 16 of 32 columns of ``out``.
-    Gemms call kernels by address, so only the kinds that a model has are compiled, and each only once.
+    Gemms call kernels by address, so only the kinds in a model are compiled, each only once.
     """
     return _compiled(kind).address
 
 
 @compiled
 def microkernel(panels: int, rows: int, stride: int, blocks: int, count: int, out: int) -> None:
-    """Write the sums (count, 32) fp32 of rows with one group, which consists of two panels of any kind.
+    """Write the sums (count, 32) fp32 of rows times one group, which consists of two panels of any kind.
 
     Args:
         panels: address of four 64-bit integers: for each panel, its address and its kernel's address.
-        rows: each has fp32 numbers (32 * blocks), then their quantized blocks; ``stride`` bytes from row to row.
+        rows: each has fp32 numbers (32 * blocks), then their quantized blocks; rows are ``stride`` bytes apart.
         count: at most ``ROW_BLOCK``.
     """
     entries = integers_at(panels)
@@ -341,9 +356,10 @@ def quantize(row: int, blocks: int, begin: int, end: int) -> None:
     dx = max |x| / 127, and each number is rounded to the nearest multiple of dx.
     """
     for b in range(begin, end):
-        numbers, address = row + 4 * BLOCK * b, row + 4 * BLOCK * blocks + RECORD * b
+        numbers = row + 4 * BLOCK * b
+        address = row + 4 * BLOCK * blocks + RECORD * b
         first, second = load_floats(numbers), load_floats(numbers + 64)
-        # Comparisons ignore NaN. A block with a NaN gets dx = NaN, which makes every sum with it NaN.
+        # Comparisons ignore NaN. A block with a NaN gets dx = NaN, which turns every sum with it into NaN.
         top = largest(select(absolute(first) > absolute(second), absolute(first), absolute(second)))
         if any_of(is_nan(first) | is_nan(second)):
             top = np.float32(np.nan)

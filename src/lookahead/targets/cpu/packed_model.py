@@ -1,9 +1,9 @@
 """Models whose weights stay packed.
 
-``read_model`` reads a GGUF file without a transformers module: the file's blocks are copied once into the order of
-the kernel (``packed``), by as many threads as torch uses, and the file's pages are released. Tensors of types that
-the kernel does not support are decoded to bf16. ``quantize_model`` packs the weights of a transformers model of any
-class that the compiled path supports.
+``read_model`` reads a GGUF file without a transformers module. It copies the file's blocks once into the order of the
+kernel (``packed``), with as many threads as torch uses, and releases the file's pages. Tensors of types that the
+kernel does not support are decoded to bf16. ``quantize_model`` packs the weights of a transformers model of any class
+that the compiled path supports.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A tensor of the file: its bytes (outputs, bytes of an output), their kind, and the numbers of an output."""
+    """A tensor of the file: its bytes (outputs, bytes of an output), their kind, and the inner size."""
 
     raw: Array
     kind: Kind
@@ -64,13 +64,15 @@ class _Reader:
         settings: its settings.
 
     Attributes:
-        decoded: for each type of the tensors that are decoded to bf16, their bytes.
+        decoded: bytes of the tensors decoded to bf16, by type.
     """
 
     def __init__(self, file: GGUFFile, settings: GGUFSettings) -> None:
-        self.file, self.settings, self.names = file, settings, settings.names
+        self.file = file
+        self.settings = settings
+        self.names = settings.names
         order = formats.paired(settings.head_size, settings.rotary_size)
-        # Rows that the converter has permuted are already in the packed order.
+        # Rows permuted by the converter are already in the packed order.
         self.order = np.arange(settings.head_size) if self.names.permuted else order
         self.decoded: dict[str, int] = {}
         self._sources: dict[str, _Source] = {}
@@ -90,11 +92,13 @@ class _Reader:
     def source(self, name: str) -> _Source:
         """A tensor of two dimensions, decoded to bf16 if the kernel does not support its type."""
         if name not in self._sources:
-            tensor, raw = self.file.tensors[name], self.file.bytes(name)
+            tensor = self.file.tensors[name]
+            raw = self.file.bytes(name)
             outputs, inner = tensor.shape
             kind = KIND_INDEX.get(tensor.type)
             if kind is None:
-                raw, kind = self._as_bf16(name, raw, (outputs, inner)), KIND_INDEX["BF16"]
+                raw = self._as_bf16(name, raw, (outputs, inner))
+                kind = KIND_INDEX["BF16"]
                 self.decoded[tensor.type] = self.decoded.get(tensor.type, 0) + 2 * outputs * inner
             self._sources[name] = _Source(raw.reshape(outputs, -1), KINDS[kind], inner)
         return self._sources[name]
@@ -115,12 +119,12 @@ class _Reader:
             try:
                 import gguf
 
-                with np.errstate(all="ignore"):  # what damaged blocks decode to is seen in the logits
+                with np.errstate(all="ignore"):  # damage shows up in the logits
                     values = gguf.dequantize(raw.reshape(shape[0], -1), gguf.GGMLQuantizationType[kind])
             except (ImportError, KeyError, NotImplementedError) as error:
                 raise Unsupported(
-                    f"{name} is stored as {kind}, which this library reads through the package gguf; "
-                    f"pip install gguf, or take a file of another type ({error})"
+                    f"{name} is stored as {kind}, which this library reads with the package gguf; "
+                    f"pip install gguf, or use a file of another type ({error})"
                 ) from None
         return np.ascontiguousarray(values, np.float32).reshape(shape)
 
@@ -129,7 +133,7 @@ class _Reader:
         return self._decoded(name, self.file.bytes(name), self.file.tensors[name].shape)
 
     def name(self, part: str, layer: int | None = None) -> str:
-        """The name of the tensor that holds a part, without its ending."""
+        """The name of a part's tensor, without its ending."""
         return self.names.tensors[part].format(layer=layer)
 
     def linear(self, panels: Sequence[_Rows], biases: Sequence[Array]) -> PackedLinear:
@@ -139,7 +143,9 @@ class _Reader:
             panels: the outputs of each tensor, a multiple of ``PANEL``.
             biases: the biases of all outputs of each tensor.
         """
-        table, bias, inner = [], [], 0
+        table = []
+        bias = []
+        inner = 0
         for rows, values in zip(panels, biases, strict=True):
             source = self.source(rows.name)
             inner = source.inner
@@ -159,13 +165,14 @@ class _Reader:
         return self.fp32(f"{name}.bias") if f"{name}.bias" in self.file.tensors else np.zeros(outputs)
 
     def whole(self, name: str) -> PackedLinear:
-        """A linear that is a single tensor, with its outputs in the order of the file."""
+        """A linear that is a single tensor, its outputs in the order of the file."""
         outputs = self.file.tensors[f"{name}.weight"].shape[0]
         return self.linear([_Rows(f"{name}.weight", _filled(np.arange(outputs), GROUP))], [self.bias(name)])
 
     def query_key_value(self, layer: int) -> PackedLinear:
-        """Queries, keys and values as a single linear, in which the rotary pairs of a head are adjacent."""
-        settings, size = self.settings, self.settings.head_size
+        """Queries, keys and values as a single linear in which the rotary pairs of a head are adjacent."""
+        settings = self.settings
+        size = self.settings.head_size
         heads, key_heads = settings.heads, settings.key_heads
 
         def order(first: int, count: int, rotates: bool) -> Array:
@@ -173,6 +180,7 @@ class _Reader:
             in_head = self.order if rotates else np.arange(size)
             return (first + size * np.arange(count)[:, None] + in_head).reshape(-1)
 
+        # The file has either one tensor for all three, or one for each.
         if "qkv" in self.names.tensors:
             name = self.name("qkv", layer)
             query, key = order(0, heads, True), order(heads * size, key_heads, True)
@@ -208,7 +216,7 @@ class _Reader:
             [_Rows(f"{name}.weight", halves.reshape(-1)) for name in (gate, up)],
             [self.bias(gate), self.bias(up)],
         )
-        # From (all gates, then all ups) to groups that consist of a panel of gates and the panel of their ups.
+        # From (all gates, then all ups) to groups of a gate panel and the matching up panel.
         linear.panels = np.ascontiguousarray(linear.panels.reshape(2, -1, 2).transpose(1, 0, 2))
         linear.bias = linear.bias.reshape(2, -1, PANEL).transpose(1, 0, 2).reshape(-1)
         return linear, True
@@ -261,8 +269,8 @@ class _Reader:
         settings = self.settings
         if not settings.tables:
             return None
-        # Values are rounded to fp32 where transformers rounds, because the model was trained that way. Powers,
-        # cosines and sines are computed in fp64 first, because in fp32 numpy's last bit differs between processors.
+        # Round values to fp32 where transformers does, because the model was trained that way. Compute powers,
+        # cosines and sines in fp64 first, because numpy's last fp32 bit differs between processors.
         half = np.arange(0, settings.rotary_size, 2, dtype=np.float32) / np.float32(settings.rotary_size)
         frequencies = [
             (1 / (float(table.base) ** half.astype(np.float64)).astype(np.float32)) / np.float32(table.factor)
@@ -279,7 +287,7 @@ class _Reader:
         return angles
 
     def finish(self) -> None:
-        """Wait until everything is packed, and release the file's pages."""
+        """Wait until everything is packed, then release the file's pages."""
         for job in self._jobs:
             job.result()
         self._packing.shutdown()
@@ -302,10 +310,10 @@ def _new_panels(memory: ArrayMemory, kind: Kind, count: int, inner: int) -> tupl
 
 
 def blueprint_of_file(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str, int]]:
-    """The packed parts of a file, its settings, and for each type of the tensors decoded to bf16 their bytes.
+    """The packed parts of a file, its settings, and the bytes of the tensors decoded to bf16, by type.
 
     Raises:
-        Unsupported: transformers' reader must load the file; the message is one line that says why.
+        Unsupported: transformers' reader must load the file; the message is the reason, in one line.
     """
     try:
         settings = read_settings(file)
@@ -341,7 +349,7 @@ def blueprint_of_file(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str
         )
         reader.finish()
     except KeyError as error:
-        raise Unsupported(f"the file must hold the tensor {error}, and does not") from None
+        raise Unsupported(f"the file must have the tensor {error}, and does not") from None
     return blueprint, settings, reader.decoded
 
 
@@ -350,7 +358,7 @@ class PackedModel(OwnModel):
 
     Args:
         blueprint: its packed parts.
-        config, generation_config: those of transformers, or objects with the fields that a GGUF file has.
+        config, generation_config: as in transformers, or objects with the fields found in a GGUF file.
         max_positions: positions that the model was trained for.
         weights, parameter_count: see ``OwnModel``.
 
@@ -375,13 +383,15 @@ class PackedModel(OwnModel):
         parameter_count: int,
     ) -> None:
         self.compiled = checked(lambda: CompiledModel(blueprint))
-        self.config, self.generation_config, self.weights = config, generation_config, weights
+        self.config = config
+        self.generation_config = generation_config
+        self.weights = weights
         self.parameter_count = parameter_count
         self.facts = Limits(config.get_text_config(decoder=True), blueprint.vocabulary, max_positions)
         self.description = f"{blueprint.name}, {weights} weights, {self.compiled.layout}"
 
     def probe(self) -> Probe:
-        """Trees, without a comparison: the only kind of pass has the same bits in any tree."""
+        """Mode "tree", without a comparison: there is one kind of pass, and it is bit-identical in any tree."""
         return Probe("tree", self.description, None, self.facts)
 
     def make_target(self, capacity: int) -> Target:
@@ -389,7 +399,7 @@ class PackedModel(OwnModel):
         return CpuTarget(self.compiled, self.facts, capacity, self.description)
 
     def parameters(self) -> list[torch.Tensor]:
-        """All weights, by which ranks see that they hold the same model.
+        """All weights, for ranks to check that they have the same model.
 
         The first tensor is the memory of all packed weights, uint8 (bytes,); the others are norms, biases and
         factors, fp32.
@@ -405,7 +415,7 @@ def read_model(file: GGUFFile) -> PackedModel:
     """Read a model from a GGUF file.
 
     Raises:
-        Unsupported: transformers' reader must load the file; the message is one line that says why.
+        Unsupported: transformers' reader must load the file; the message is the reason, in one line.
     """
     blueprint, settings, decoded = blueprint_of_file(file)
     for kind, size in decoded.items():
@@ -440,7 +450,7 @@ def quantize_model(model: Any, facts: Any, name: str) -> PackedModel:
 
     Raises:
         Unsupported: the compiled path does not support the model.
-        SettingsError: another type, or the package gguf is missing.
+        SettingsError: the type is another, or the package gguf is missing.
     """
     import torch
 
@@ -455,6 +465,7 @@ def quantize_model(model: Any, facts: Any, name: str) -> PackedModel:
     heads = [head]
     if embedding.ctypes.data != head.weight.data_ptr():
         heads.append(Linear(tensor_of(embedding), torch.zeros(len(embedding))))
+    # Pack everything into one block of memory, the head and the embedding first.
     memory = ArrayMemory(sum(_quantized_size(linear, kind) for linear in (*linears, *heads)))
     packed = [_quantized(linear, kind, memory) for linear in heads]
     layers = []
@@ -486,15 +497,15 @@ def quantizable(name: str) -> Kind:
     names = [kind.name for kind in KINDS if 4 <= kind.bits <= 8 and not kind.grouped]
     if name.upper() not in names:
         grouped = name.upper() in KIND_INDEX
-        why = "; the package gguf has no quantizer for it: give a file that has it" if grouped else ""
+        why = "; the package gguf cannot quantize to it: load a file of this type" if grouped else ""
         raise SettingsError(f"weights must be one of {', '.join(names).lower()}, got {name!r}{why}")
     if find_spec("gguf") is None:
-        raise SettingsError("to quantize weights the package gguf must be installed; pip install gguf")
+        raise SettingsError("quantizing weights needs the package gguf; pip install gguf")
     return KINDS[KIND_INDEX[name.upper()]]
 
 
 def _kind_for(linear: Linear, kind: Kind) -> Kind:
-    """The kind in which a linear is stored: F32 if its inner size is not a multiple of a block."""
+    """The kind that a linear is stored in; F32 if its inner size is not a multiple of a block."""
     return kind if linear.weight.shape[1] % kind.unit == 0 else KINDS[KIND_INDEX["F32"]]
 
 
@@ -510,7 +521,7 @@ def _quantized(linear: Linear, kind: Kind, memory: ArrayMemory) -> PackedLinear:
     kind = _kind_for(linear, kind)
     order = _filled(np.arange(outputs), GROUP).reshape(-1, PANEL)
     panels, table = _new_panels(memory, kind, len(order), inner)
-    # 512 panels at a time, because the fp32 numbers are a temporary copy.
+    # Quantize 512 panels at a time, because the fp32 numbers are a temporary copy.
     for begin in range(0, len(order), 512):
         rows = order[begin : begin + 512]
         fp32 = linear.weight[begin * PANEL : (begin + 512) * PANEL].float().contiguous().numpy()

@@ -1,4 +1,4 @@
-"""What the processor offers to compiled code."""
+"""Processor features available to compiled code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numba import config
 
 
 def _features() -> dict[str, bool]:
-    """Features of the processor that numba compiles for: this one, unless numba's settings name another."""
+    """Features of the processor that numba compiles for, which is this one unless numba's settings name another."""
     if config.CPU_FEATURES is not None:
         return {name[1:]: name.startswith("+") for name in config.CPU_FEATURES.split(",") if name}
     return {} if config.CPU_NAME == "generic" else dict(binding.get_host_cpu_features())
@@ -20,14 +20,15 @@ def _features() -> dict[str, bool]:
 _FEATURES = _features()
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 ARM = platform.machine().lower() in ("aarch64", "arm64")
-#: fp32 numbers in a register, vector registers, and whether a * b + c is one instruction.
+#: fp32 numbers per register, number of vector registers, and whether a * b + c is one instruction.
 WIDTH = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx2") else 4
 REGISTERS = 32 if WIDTH == 16 or ARM else 16
 FUSED = ARM or bool(_FEATURES.get("fma")) or WIDTH == 16
 
 
 def _tiles_permitted() -> bool:
-    """Ask Linux for tile registers (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA). Returns whether it grants them."""
+    """Request tile registers from Linux (arch_prctl ARCH_REQ_XCOMP_PERM, XTILEDATA). Returns whether they are
+    granted."""
     wanted = ("amx-tile", "amx-bf16")
     if not (X86 and sys.platform == "linux" and all(_FEATURES.get(name) for name in wanted)):
         return False

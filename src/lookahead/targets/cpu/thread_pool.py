@@ -1,34 +1,35 @@
-"""Pools of threads that work on a job together: the caller (rank 0) and its helpers.
+"""Pools of threads that share a job: the caller (rank 0) and its helpers.
 
 A job is the address of a compiled function of (argument, control, rank, size, arrived), which every thread calls. The
 process has one pool for each number of threads, and a pool does one job at a time. A pool of one thread has no
 helpers and never waits.
 
-**Waiting.** A thread that waits polls: some 20 us without giving its core away, then it yields the core between
-polls, and after ``PATIENCE`` us it sleeps between polls, ``NAP`` us each. So a thread that waits for one whose core
-other programs took leaves its own core to that one, and the system's scheduler does not count the wait as work. A
-helper without a job does so for ``AWAKE`` us, because the next step of a completion comes soon; then it sleeps on a
+**Waiting.** A waiting thread polls: first without yielding its core for about 20 us, then yielding between polls, and
+after ``PATIENCE`` us sleeping ``NAP`` us between polls. So if other programs preempt the thread that it waits for,
+its own core becomes available to that thread, and the scheduler does not count the wait as work. A helper without a
+job waits like this for ``AWAKE`` us, because the next step of a completion usually follows soon; then it sleeps on a
 lock in Python.
 
-**What the pool needs from atomics.** All shared words are in one block of memory, ``CONTROL`` and a ``RANK`` for each
-thread. Plain loads and stores of different threads are not ordered. Three things must be:
+**Memory order.** All shared words are in one block of memory, ``CONTROL`` and a ``RANK`` for each thread. Plain loads
+and stores of different threads are not ordered. Three things must be:
 
-1. A job and its argument, before the job is seen. ``post`` writes them, then adds 1 to ``posted`` (a release); a
-   thread that reads the new number (an acquire) therefore reads the job that belongs to it. No thread can still need
-   the words of the previous job: a job ends with a barrier, so all threads have read them.
-2. What a thread wrote before a barrier, before others go on. Arriving is an addition to ``arrived`` (a release and an
-   acquire); each waits until it reads the count of all (an acquire). An addition continues the release of those
-   before it, so the last count releases what all threads wrote, plain stores into the buffers of a pass included.
-3. Going to sleep and waking. A helper says that it is ``asleep``, then looks at ``posted`` once more; the poster adds
-   to ``posted``, then looks at ``asleep``. If either pair could be reordered, the helper could miss the job and the
-   poster the sleeper. So these four accesses are in one order for all threads (sequentially consistent): whichever
-   pair comes later sees the other thread's word.
+1. A job and its argument must be written before the job is seen. ``post`` writes them, then adds 1 to ``posted`` (a
+   release), so a thread that reads the new number (an acquire) also reads the matching job. No thread still needs the
+   words of the previous job, because a job ends with a barrier, so all threads have read them.
+2. What a thread wrote before a barrier must be visible after it. Arriving adds to ``arrived`` (a release and an
+   acquire), and each thread waits until it reads the count of all (an acquire). An addition continues the release of
+   the additions before it, so the last count releases what all threads wrote, plain stores to the buffers of a pass
+   included.
+3. Going to sleep and waking must not cross. A helper sets ``asleep``, then reads ``posted`` once more; the poster
+   adds to ``posted``, then reads ``asleep``. If either pair could be reordered, the helper could miss the job and
+   the poster the sleeper. So these four accesses are sequentially consistent: whichever pair comes later sees the
+   other thread's word.
 
-``take`` needs no order beyond its own word: an item is a number, and what it stands for was written before the last
-barrier. ``restart`` comes between two barriers in which no thread is in that stage, which order it.
+``take`` needs no order beyond its own word, because an item is a number, and what it refers to was written before the
+last barrier. ``restart`` is ordered by the barriers before and after it, between which no thread is in that stage.
 
-On x86 every load is an acquire and every store a release, and an addition is one locked instruction in any order; the
-orders above cost nothing there and are what ARM needs.
+On x86 every load is an acquire and every store a release, and an addition is one locked instruction in any order, so
+these orders cost nothing there. ARM needs them.
 """
 
 from __future__ import annotations
@@ -56,32 +57,33 @@ from .atomics import (
 )
 from .operations import call, offsets_of
 
-#: Stages of a pass whose items threads take from each other.
+#: Stages of a pass with work stealing.
 STAGES = 5
 
 
 def _fields(*fields: tuple[str, int]) -> np.dtype[Any]:
-    """A record of 64-bit words: (name, offset in bytes). Words that many threads poll have their own cache lines."""
+    """A record of 64-bit words, given as (name, offset in bytes). Words that many threads poll have their own cache
+    lines."""
     names, offsets = zip(*fields, strict=True)
     return np.dtype({"names": names, "formats": ["i8"] * len(names), "offsets": offsets, "itemsize": 192})
 
 
-#: Of a pool: the number of jobs posted so far; the arrivals counted at barriers; the job, its argument, the number of
-#: threads, and the arrivals counted before the job.
+#: A pool's words: the number of jobs posted so far; the arrivals counted at barriers; the job, its argument, the
+#: number of threads, and the arrivals counted before the job.
 CONTROL = _fields(
     ("posted", 0), ("arrived", 64), ("job", 128), ("argument", 136), ("size", 144), ("arrived_before", 152)
 )
-#: Of a thread: whether it sleeps, and whether ``post`` found it asleep; the last job that it has seen; 16 bytes for
-#: the clock; and how many items of its share of each stage are taken.
+#: A thread's words: whether it sleeps, and whether ``post`` found it asleep; the last job that it has seen; 16 bytes
+#: for the clock; and how many items of its share of each stage are taken.
 RANK = _fields(("asleep", 0), ("woken", 8), ("seen", 16), ("scratch", 24), ("taken", 64))
 POSTED, ARRIVED, JOB, ARGUMENT, SIZE, ARRIVED_BEFORE = offsets_of(CONTROL).values()
 ASLEEP, WOKEN, SEEN, SCRATCH, TAKEN = offsets_of(RANK).values()
 CONTROL_BYTES, RANK_BYTES = CONTROL.itemsize, RANK.itemsize
 
-#: Polls before a thread yields its core between them; microseconds of waiting before it sleeps between them; and
-#: microseconds of such a sleep, to which Linux adds 50.
+#: Polls before a thread yields its core between polls; microseconds of waiting before it sleeps between polls; and
+#: the length of such a sleep in microseconds, to which Linux adds 50.
 SPINS, PATIENCE, NAP = 2000, 2000, 50
-#: Microseconds without a job before a helper sleeps until it is woken, which delays a pass by 1 to 5 ms.
+#: Microseconds without a job before a helper sleeps until it is woken. Waking delays a pass by 1 to 5 ms.
 AWAKE = 20_000
 
 
@@ -101,7 +103,7 @@ def rank_at(control: int, rank: int) -> int:
 
 @compiled
 def _wait(spins: int, since: int, words: int) -> tuple[int, int]:
-    """Wait between two polls. Returns the number of polls, and when the polls without yielding ended."""
+    """Wait between two polls. Returns the number of polls, and the time at which polling without yielding ended."""
     spins += 1
     if spins < SPINS:
         pause()
@@ -145,10 +147,10 @@ def take(control: int, stage: int, owner: int, count: int) -> int:
         stage: which of the ``STAGES`` counters; ``restart`` sets them to zero while no rank is in that stage.
     """
     taken = rank_at(control, owner) + TAKEN + 8 * stage
-    # Only to save the addition: a stale value is too small, and the addition below is exact.
+    # This only saves the addition: a stale value is too small, and the addition below is exact.
     if load_acquire(taken) >= count:
         return count
-    return int64(fetch_add(taken, 1))  # no two threads get the same number, whatever the order
+    return int64(fetch_add(taken, 1))  # no two threads get the same number, in any order
 
 
 @compiled
@@ -167,7 +169,7 @@ def _next_job(control: int, rank: int) -> bool:
     number = load_acquire(control + POSTED)  # acquire the job that belongs to this number (1)
     if number == load_acquire(words + SEEN):
         return False
-    store_release(words + SEEN, number)  # only this thread and its sleeping self in Python read it
+    store_release(words + SEEN, number)  # read only by this thread, in Python while it sleeps
     size, before = load_acquire(control + SIZE), load_acquire(control + ARRIVED_BEFORE)
     job, argument = load_acquire(control + JOB), load_acquire(control + ARGUMENT)
     call(job, argument, control, rank, size, before)
@@ -243,22 +245,22 @@ class ThreadPool:
         wake.acquire()
         while True:
             _serve(self.address, rank)
-            # If the caller is interrupted between posting and waking, nothing wakes this helper. So it compares two
-            # words once a second; ``_serve`` would poll for ``AWAKE`` us each time.
+            # If the caller is interrupted between posting and waking, nothing wakes this helper. So it checks for a
+            # job once a second; ``_serve`` would poll for ``AWAKE`` us each time.
             while not wake.acquire(timeout=1.0) and self.control["posted"] == self.ranks["seen"][rank]:
                 pass
 
     def run(self, job: int, argument: int, owner: object) -> None:
-        """Let every thread do its part of a job. Returns when all have finished.
+        """Run a job on all threads. Returns when all have finished.
 
         Args:
             job: the address of a compiled function (see the module).
             argument: the address that is passed to it.
             owner: the object that owns the memory there. The pool keeps it alive, because an interrupt may leave a
-                posted job, which the next call finishes.
+                posted job that the next call finishes.
         """
         with self._one_job:
-            _lead(self.address)  # finish a job that an interrupt has left; the helpers are waiting for it
+            _lead(self.address)  # finish a job left by an interrupt; the helpers are waiting for it
             self._owner = owner
             try:
                 self.post(job, argument)
@@ -282,7 +284,8 @@ def control_block(size: int) -> tuple[Any, Any, int]:
     memory = np.zeros(CONTROL_BYTES + RANK_BYTES * size + 64, np.uint8)
     first = -memory.ctypes.data % 64  # a block begins on a cache line
     memory = memory[first : first + CONTROL_BYTES + RANK_BYTES * size]
-    control, ranks = memory[:CONTROL_BYTES].view(CONTROL)[0], memory[CONTROL_BYTES:].view(RANK)
+    control = memory[:CONTROL_BYTES].view(CONTROL)[0]
+    ranks = memory[CONTROL_BYTES:].view(RANK)
     control["size"] = size
     return control, ranks, memory.ctypes.data
 

@@ -1,6 +1,6 @@
 """Matrix tiles (AMX): eight registers of up to 16 rows of 64 bytes, as operations.
 
-A tile's number is a constant. ``configure_tiles`` must come before, and ``release_tiles`` after all others.
+A tile's number is a constant. Call ``configure_tiles`` before all others and ``release_tiles`` after them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _emit(name: str, tiles: int) -> Any:
     return emit
 
 
-#: The tiles where Python runs the functions: (rows, 16 words).
+#: The tiles in functions run by Python: (rows, 16 words).
 _tiles: dict[int, np.ndarray[Any, Any]] = {}
 _rows: list[int] = []
 

@@ -1,13 +1,13 @@
 """The k best tokens of every row of logits in CPU memory.
 
 The vocabulary is divided into groups of ``GROUP`` tokens. The k groups with the largest maxima contain the k best
-tokens, so only these groups are searched token by token. Compiled passes know the maxima, and end with this search,
-while the logits are still in the CPU's cache; ``top_of_rows`` searches logits of other passes.
+tokens, so only these groups are searched token by token. Compiled passes compute the maxima and end with this search,
+while the logits are still in the CPU cache; ``top_of_rows`` searches the logits of other passes.
 
 Logits are compared as integers with the same order: the bits of a non-negative float increase with its value, and the
 bits of a negative float are inverted except for the sign. In 16 bits, 1.0 is 0x3f80 and stays; -1.0 is 0xbf80 and
-becomes 0xc07f, which is less than 0xffff, the result for -0.0, which is then set to 0. Of equal logits, the lower
-token comes first, as in argmax. The log-odds of a row that contains NaN are NaN.
+becomes 0xc07f, which is less than 0xffff, the result for -0.0, which is then set to 0. Ties go to the lower token, as
+in argmax. The log-odds of a row that contains NaN are NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.lib.stride_tricks import as_strided
 from ...jit import compiled, entry, int64
 
 GROUP = 32
-#: Groups that are compared as a block first, because most blocks contain none of the best groups.
+#: Groups that are first compared as a block, because most blocks contain none of the best groups.
 BLOCK = 16
 LAST = 0x7FFFFFFF
 
@@ -42,7 +42,7 @@ def top_of_rows(
     ids, odds = np.empty((rows, k), np.int32), np.empty((rows, k), np.float32)
     if rows:
         width = bits.strides[0] // bits.itemsize
-        # as_strided takes as long as the search of one row.
+        # A single row needs no as_strided, which takes as long as the search of one row.
         flat = (
             bits[0] if rows == 1 else as_strided(bits, ((rows - 1) * width + vocabulary,), (bits.itemsize,))
         )
@@ -55,7 +55,7 @@ def top_of_rows(
 
 
 def scratch_words(vocabulary: int, k: int) -> int:
-    """How many integers a search needs: the best groups, the best tokens, and the peaks of all groups."""
+    """Integers that a search needs, for the best groups, the best tokens, and the peaks of all groups."""
     return 2 * k + -(-vocabulary // GROUP) + BLOCK
 
 
@@ -112,25 +112,26 @@ def search_row_of(kind: Any) -> Any:
         order = 2 * k
         for i in range(order):
             scratch[i] = -(1 << 63)
-        # 1. The largest number of each group: two loops without branches, so that they become vector instructions.
+        # 1. The largest number of each group. The loops have no branches, so that they become vector instructions.
         if has_peaks:
             for group in range(count):
                 peak = kind(_ordered(kind(peaks[first + group] >> (31 - sign)), sign, rest))
                 scratch[order + group] = 0 if peak == -1 else peak  # -0.0, which became -1, equals 0.0
         else:
             for group in range(count):
-                peak, begin = kind(lowest), start + group * GROUP
+                peak = kind(lowest)
+                begin = start + group * GROUP
                 for i in range(begin, begin + min(GROUP, vocabulary - group * GROUP)):
                     peak = max(peak, kind(_ordered(values[i], sign, rest)))
                 scratch[order + group] = 0 if peak == -1 else peak
         for group in range(count, count + BLOCK):
             scratch[order + group] = lowest
-        # 2. The k groups with the largest. Most blocks of groups have none of them.
+        # 2. The k groups with the largest numbers. Most blocks of groups have none of them.
         for block in range(0, count, BLOCK):
             peak = scratch[order + block]
             for group in range(block + 1, block + BLOCK):
                 peak = max(peak, scratch[order + group])
-            if peak > scratch[k - 1] >> 32:  # of equal peaks, the lower group comes first
+            if peak > scratch[k - 1] >> 32:  # ties go to the lower group
                 for group in range(block, min(block + BLOCK, count)):
                     _insert(scratch, 0, k, scratch[order + group], group)
         # 3. The k best tokens of these groups.
@@ -142,8 +143,8 @@ def search_row_of(kind: Any) -> Any:
                 value = kind(0) if value == -1 else value
                 if value >= bound:
                     _insert(scratch, k, k, int64(value), token)
-        # 4. The bits of a float again.
-        # A row with a NaN, of which the peaks know even if its sign bit is set, has NaN as its largest.
+        # 4. Back to floats. The largest of a row with a NaN is NaN; the peaks reveal a NaN even if its sign bit is
+        # set.
         has_nan = scratch[0] >> 32 > 0x7F800000 >> (31 - sign)
         largest = np.float32(np.nan)
         for i in range(k):

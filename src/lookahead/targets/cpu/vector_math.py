@@ -25,7 +25,7 @@ inlined = partial(compiled, inline=True)
 
 @inlined
 def _between(low: float, x: Any, high: float) -> Any:
-    """x, but not outside of the bounds. NaN stays NaN."""
+    """x clamped to the bounds. NaN stays NaN."""
     x = select(x < low, floats(low), x)
     return select(x > high, floats(high), x)
 
@@ -60,7 +60,7 @@ def soft_cap(x: Any, cap: Any) -> Any:
 @inlined
 def activation(x: Any, a: Any, b: Any) -> Any:
     """x * sigmoid(a x + b x^3)."""
-    u = _between(-88.0, x, 88.0)  # the cube may overflow, and the sigmoid is constant beyond
+    u = _between(-88.0, x, 88.0)  # the cube may overflow, and the sigmoid is constant out there
     u = u * multiply_add(b, u * u, a)
     return x / (1.0 + exponential(-u))
 

@@ -1,18 +1,18 @@
-"""Vectors of 16 numbers as values of compiled functions: the vocabulary of the kernels.
+"""Vectors of 16 numbers as values of compiled functions, with the operations that kernels are written in.
 
-A kernel is an ordinary function. Numba compiles it, a vector is a value of a type of its own, and each operation
-below is one instruction or a few; on processors with shorter registers, LLVM makes two or four of each:
+A kernel is an ordinary function compiled by numba. A vector is a value of its own type, and each operation below is
+one instruction or a few; on processors with shorter registers, LLVM makes two or four of each:
 
     total = multiply_add(load_floats(weights), broadcast_float(row), total)
 
-Uncompiled, Python runs the bodies of the operations, and a vector is an array.
+Uncompiled, Python runs the bodies of the operations, and vectors are arrays.
 
     FLOATS    16 fp32 numbers
     WORDS     16 integers of 32 bits, or 64 bytes, four in each word
-    SHORTS    32 integers of 16 bits, two in the place of each word: sums of two products of bytes
+    SHORTS    32 integers of 16 bits, two per word: sums of two products of bytes
     MASK      16 truth values, from comparisons of FLOATS
 
-Operators take two vectors, or a vector and a number, which is taken for every lane. Memory need not be aligned.
+Operators take two vectors, or a vector and a number, which applies to every lane. Memory need not be aligned.
 """
 
 from __future__ import annotations
@@ -124,8 +124,10 @@ def load_signed_bytes(address: int) -> Any:
 
 
 def _load_bf16(builder: Any, address: Any) -> Any:
-    """Register by register: an instruction widens what it loads, but not the upper half of a register."""
-    parts, wide = [], ir.VectorType(I32, WIDTH)
+    """Load register by register, because an instruction widens what it loads, but not the upper half of a
+    register."""
+    parts = []
+    wide = ir.VectorType(I32, WIDTH)
     for n in range(0, LANES, WIDTH):
         place = builder.add(address, ir.Constant(I64, 2 * n))
         bits = builder.zext(_load(builder, place, ir.VectorType(I16, WIDTH)), wide)
@@ -135,7 +137,7 @@ def _load_bf16(builder: Any, address: Any) -> Any:
 
 
 def _joined(builder: Any, parts: list[Any]) -> Any:
-    """One vector from several: a power of two of equal sizes."""
+    """One vector from a power of two of equal vectors."""
     while len(parts) > 1:
         size = 2 * parts[0].type.count
         lanes = ir.Constant(ir.VectorType(I32, size), list(range(size)))
@@ -211,7 +213,7 @@ def store_bytes(address: int, words: Any) -> None:
     ),
 )
 def store_upper_halves(address: int, words: Any) -> None:
-    """The upper 16 bits of each word: of fp32 numbers, they are a bf16 number."""
+    """The upper 16 bits of each word, which for fp32 numbers are a bf16 number."""
     memory(address, np.uint16, LANES)[:] = words.view(np.uint32) >> 16
 
 
@@ -285,7 +287,7 @@ def floor(x: Any) -> Any:
 
 @operation(FLOATS(FLOATS), _function_of_floats("rint"))
 def rounded(x: Any) -> Any:
-    """The nearest integers; of two that are equally near, the even one."""
+    """The nearest integers; ties go to the even one."""
     return np.rint(x)
 
 
@@ -302,13 +304,14 @@ def largest(x: Any) -> Any:
 def _sum_of(builder: Any, x: Any) -> Any:
     if x.type == WORDS.vector:
         return call_intrinsic(builder, f"llvm.vector.reduce.add.v{LANES}i32", I32, x)
-    name, zero = f"llvm.vector.reduce.fadd.v{LANES}f32", ir.Constant(F32, 0.0)
+    name = f"llvm.vector.reduce.fadd.v{LANES}f32"
+    zero = ir.Constant(F32, 0.0)
     return call_intrinsic(builder, name, F32, zero, x, flags=("reassoc",))
 
 
 @operation(float32(FLOATS), _sum_of, int32(WORDS))
 def sum_of(x: Any) -> Any:
-    """The sum of all lanes; of floats, in an order that depends on the processor only."""
+    """The sum of all lanes; for floats, in an order that depends only on the processor."""
     return x.sum(dtype=x.dtype)
 
 
@@ -329,7 +332,7 @@ def _dot(builder: Any, total: Any, weights: Any, numbers: Any) -> Any:
     return total
 
 
-#: The type of sums of products of bytes; (0) -> one of that type, all zero; (address) -> one from memory.
+#: The type of sums of byte products; (0) -> a vector of that type, all zero; (address) -> one from memory.
 TOTALS, totals, load_totals = (SHORTS, shorts, load_shorts) if PAIRED_BYTES else (WORDS, words, load_words)
 
 
@@ -359,7 +362,7 @@ def whole(total: Any) -> Any:
 
 
 def _in_registers(builder: Any, name: str, result: Any, *vectors: Any) -> Any:
-    """Call one of LLVM's intrinsics whose vectors are registers: once, or for each half of the vectors."""
+    """Call an LLVM intrinsic on register-sized vectors: once, or for each half of the vectors."""
     if WIDTH == LANES:
         return call_intrinsic(builder, name, result, *vectors)
 
@@ -481,7 +484,7 @@ def _add_outer(builder: Any, block: Any, columns: Any, factors: Any, stride: Any
 
 
 def _dot_bf16(builder: Any, a: Any, b: Any, total: Any) -> Any:
-    """The instruction of AVX512-BF16, as assembly: LLVM's intrinsic takes bfloat, a type that llvmlite lacks."""
+    """The AVX512-BF16 instruction as assembly, because LLVM's intrinsic takes bfloat, which llvmlite lacks."""
     binding.initialize_native_asmparser()
     kind = ir.FunctionType(FLOATS.vector, [FLOATS.vector, WORDS.vector, WORDS.vector])
     return builder.call(ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v"), [total, a, b])
@@ -502,7 +505,8 @@ def add_outer(block: Any, columns: Any, factors: int, stride: int) -> Any:
     """
     sums, count = list(block), len(columns)
     for n in range(len(sums)):
-        column, address = columns[n % count], factors + stride * (n // count)
+        column = columns[n % count]
+        address = factors + stride * (n // count)
         if column.dtype == np.float32:
             sums[n] = multiply_add(column, broadcast_float(address), sums[n])
         else:
@@ -542,7 +546,7 @@ def any_of(mask: Any) -> bool:
 
 
 def _operator(symbol: Any, kind: Vector, result: Vector, emit: Callable[..., Any]) -> None:
-    """Give an operator of Python a meaning for two vectors of a type, or one and a number."""
+    """Define a Python operator for two vectors of a type, or for one and a number."""
 
     def typed(a: Any, b: Any) -> Any:
         others = [other for other in (a, b) if other != kind]
@@ -550,7 +554,8 @@ def _operator(symbol: Any, kind: Vector, result: Vector, emit: Callable[..., Any
         return result(a, b) if fits else None
 
     def lower(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        element, vectors = float32 if kind == FLOATS else int32, []
+        element = float32 if kind == FLOATS else int32
+        vectors = []
         for value, given in zip(values, signature.args, strict=True):
             spread = given != kind
             vectors.append(
