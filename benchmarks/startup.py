@@ -21,10 +21,10 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
+from lookahead import default_model
 from lookahead.bench.record import environment
 from lookahead.bench.report import markdown_table
 from lookahead.core import SettingsError
-from lookahead.loading import default_model
 
 from .page import write_page
 from .quiet import require_quiet
