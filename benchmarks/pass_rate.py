@@ -1,0 +1,142 @@
+"""HumanEval's pass rate with and without drafts: the same completions, hence the same rate.
+
+    python -m benchmarks.pass_rate --data DIR
+    python -m benchmarks.pass_rate MODEL --data DIR --drafters "plain;adaptive;15,5,15"
+
+Each function is completed greedily from HumanEval's prompt (Chen et al., 2021, arXiv 2107.03374). Its tests run in a
+process of their own: isolated mode, an empty folder and environment, no network where the system allows a network
+namespace, and limits on memory, processor time and file size. The rate shows how good the model is; that it does not
+depend on the drafter is what is measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import lookahead
+from lookahead.bench.record import environment
+from lookahead.bench.report import markdown_table
+
+from .page import write_page
+
+#: What ends a completion: the first line that is not part of the function.
+STOP = ("\ndef ", "\nclass ", "\nif ", "\nprint", "\n#", "\n@", "\n```")
+#: Limits of a test process: seconds of wall-clock and processor time, bytes of memory and of a file.
+SECONDS, MEMORY, FILE = 10, 1 << 30, 1 << 20
+
+
+@cache
+def without_network() -> tuple[str, ...]:
+    """The words before a command that give it a network namespace without interfaces; none if that is not allowed."""
+    words = ("unshare", "--map-root-user", "--net")
+    if shutil.which("unshare") is None:
+        return ()
+    return words if subprocess.run([*words, "true"], capture_output=True).returncode == 0 else ()
+
+
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE, FILE))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def passes(problem: dict[str, str], completion: str) -> bool:
+    """Whether the completed function passes the problem's tests, run in a limited process."""
+    program = f"{problem['prompt']}{completion}\n\n{problem['test']}\n\ncheck({problem['entry_point']})\n"
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "program.py"
+        file.write_text(program, encoding="utf-8")
+        command = [*without_network(), sys.executable, "-I", "-S", str(file)]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=folder,
+                env={},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                preexec_fn=_limit,
+                timeout=SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+    return done.returncode == 0
+
+
+def measure(
+    llm: Any, problems: Sequence[dict[str, str]], drafters: Sequence[str], tokens: int
+) -> list[dict[str, Any]]:
+    """For each drafter: how many problems pass, the tokens of each completion, and S."""
+    found = []
+    for name in drafters:
+        passed = list[bool]()
+        texts = list[list[int]]()
+        emitted = steps = 0
+        for problem in problems:
+            result = llm.generate(problem["prompt"], drafter=name, max_new_tokens=tokens, stop=list(STOP))
+            passed.append(passes(problem, result.text))
+            texts.append(result.tokens)
+            emitted += result.stats.new_tokens - 1
+            steps += result.stats.steps
+        found.append({"drafter": name, "passed": passed, "tokens": texts, "s": emitted / max(1, steps)})
+        print(name, sum(passed), "of", len(passed), flush=True)
+    return found
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """A line for each drafter; the first is the one that the others are compared with."""
+    rows = []
+    for own in found:
+        same = sum(a == b for a, b in zip(own["tokens"], found[0]["tokens"], strict=True))
+        count, total = sum(own["passed"]), len(own["passed"])
+        rows.append(
+            [
+                own["drafter"],
+                f"{count} of {total} ({count / total:.1%})",
+                f"{same} of {total}",
+                f"{own['s']:.2f}",
+            ]
+        )
+    return markdown_table(["drafter", "passed", "completions equal to the first line's", "S"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", help="the default model if left out")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--limit", type=int, default=0, help="problems; 0 for all 164")
+    parser.add_argument("--drafters", default="plain;adaptive", help="names, separated by semicolons")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/pass-rate"), help="page and JSON")
+    args = parser.parse_args()
+    lines = (args.data / "humaneval" / "HumanEval.jsonl").read_text(encoding="utf-8").splitlines()
+    problems = [json.loads(line) for line in lines][: args.limit or None]
+    llm = lookahead.load(args.model)
+    record = {**environment(), "model": llm.name, "path": llm.path, "dtype": llm.dtype}
+    found = measure(llm, problems, args.drafters.split(";"), args.max_new_tokens)
+    body = [
+        f"HumanEval, greedy, at most {args.max_new_tokens} new tokens from the problem's own prompt, without a chat "
+        "template. S: tokens per forward pass. The tests ran in processes with limits on memory and time"
+        + (", without a network." if without_network() else "."),
+        "",
+        table(found),
+    ]
+    figures = [{**own, "tokens": None, "equal": own["tokens"] == found[0]["tokens"]} for own in found]
+    print(write_page(args.out, "HumanEval's pass rate with and without drafts", record, figures, body))
+
+
+if __name__ == "__main__":
+    main()
