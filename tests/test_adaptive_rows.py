@@ -49,6 +49,15 @@ def test_the_example_in_the_module_is_right():
     assert not pays(Grown(probabilities, costs, slopes, rate=2.0), 8, 0.114)
 
 
+def test_deep_rows_count_less():
+    """Six rows in a chain of depth 5 are expected to give less than six with the same probabilities side by side."""
+    probabilities, costs = [1.0, 0.5, 0.45, 0.4, 0.35, 0.3], np.array([0, 1, 1.3, 1.6, 1.9, 2.2, 2.5])
+    wide, deep = Grown(probabilities, costs), Grown(probabilities, costs)
+    deep.nodes["depth"] = range(6)
+    assert choose(wide) == 6
+    assert choose(deep) == 4  # 0.35 * 0.88 ** 3 = 0.24 is less than the fifth row's 0.3
+
+
 @CURVES
 def test_the_choice_maximises_the_rule_and_growth_stops_no_earlier(curve):
     rng = random.Random(0)

@@ -1,11 +1,10 @@
 """Growing the token tree of the adaptive drafter from all sources.
 
 The estimated probability that verification reaches a node is the product of the estimates along its path, and
-F(tree) = 1 + the sum of these products, lowered by DEEPER for each level below the first, is the expected number of
-tokens of the step. A child is never likelier than
+F(tree) = 1 + the sum of these products is the expected number of tokens of the step. A child is never likelier than
 its parent, so taking nodes in order of decreasing probability gives the best tree of every size (best-first search).
 
-An example with six rows and edge probabilities that include DEEPER. The root R has the children a (0.6),
+An example with six rows and edge probabilities from the calibration. The root R has the children a (0.6),
 b (0.32) and c (0.05); a has d (0.8) and e (0.1); d has f (0.9).
 
     The heap has two kinds of entries: ``R.a 0.60`` is an edge, with the probability of its whole path; ``a? 0.30``
@@ -55,10 +54,6 @@ from .sources.suffix import match
 EXPANSION_FACTOR = 0.5
 #: Return values of ``grow`` other than depths.
 COMPLETE, GUESS_WANTED = -1, -2
-#: Probabilities below the first level are multiplied by this once per level. The rule picks the rows with the highest
-#: estimates, so overestimates prevail among those it picks, and more so the deeper the row: at the sixth level, 0.34
-#: of the tokens were accepted where 0.44 were expected.
-DEEPER = 0.88
 #: Edges with a smaller probability are ignored.
 MIN_PROBABILITY = 0.002
 
@@ -195,8 +190,6 @@ def _expand(memory: Memory, node: int) -> int:
     for i in range(row.proposals):
         total += probability_of(memory, row, proposals[i])
     scale = -row.probability if total <= MAX_PROBABILITY else -row.probability * MAX_PROBABILITY / total
-    if row.depth > 0:
-        scale *= DEEPER
 
     # Insertion sort by cost, then by token.
     count = 0

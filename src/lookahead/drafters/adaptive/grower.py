@@ -26,7 +26,7 @@ from .memory import (
     Memory,
     new_tree,
 )
-from .rows import choose
+from .rows import DISCOUNTS, choose
 from .settings import AdaptiveSettings
 from .sources.base_table import NO_TRIE, BaseTable
 from .sources.light_head import GUESS_ROWS, READ, READ_SAMPLED, GuessSource, LightHead
@@ -160,7 +160,8 @@ class Grower:
     @property
     def expected(self) -> float:
         """F of the last tree: the expected number of tokens of the step."""
-        return sum(self.probabilities)
+        depths = np.minimum(self._depth[: self.rows], len(DISCOUNTS) - 1)
+        return float(self._probability[: self.rows] @ DISCOUNTS[depths])
 
     def sources_of(self, row: int) -> list[str]:
         """The sources that proposed a row of the last tree, which is not the root."""

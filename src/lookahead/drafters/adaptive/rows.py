@@ -17,10 +17,10 @@ difference, with the long-run rate as the price of a plain step's time, does (re
 A sequence with a high acceptance rate has a larger r: its time is worth more tokens, so it drafts fewer unlikely
 rows.
 
-F is an estimate, so it is corrected by the ratio of accepted to expected tokens in recent steps. EXPLORATION is the
-benefit to later steps from the logits of one more row, accepted or not. Growing a tree that is not used is overhead.
-So after each tree for which the rule chose one row, no tree is grown for 0, 1, 3, 7, ... steps, until the overhead is
-at most ``IDLE_SHARE`` of the time.
+F is 1 plus the sum of the rows' probabilities, discounted by depth (``DEEPER``) and corrected by the ratio of
+accepted to expected tokens in recent steps. EXPLORATION is the benefit to later steps from the logits of one more
+row, accepted or not. Growing a tree that is not used is overhead. So after each tree for which the rule chose one
+row, no tree is grown for 0, 1, 3, 7, ... steps, until the overhead is at most ``IDLE_SHARE`` of the time.
 
 In a batch, all sequences wait for each other's rows, so the curve is evaluated at the total number of rows
 (``CostCurve.table``).
@@ -31,9 +31,17 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-from ...jit import compiled
+import numpy as np
+
+from ...jit import compiled, int64
 from .memory import Memory
 
+#: The factor of a row's probability in F for each level below the first. The rule picks steps with high estimates,
+#: so overestimates prevail among the rows it picks, and more so the deeper the row: at the sixth level, 0.34 of the
+#: tokens were accepted where 0.44 were expected.
+DEEPER = 0.88
+#: The product of the factors by depth; the last entry applies to all deeper rows.
+DISCOUNTS = DEEPER ** np.maximum(np.arange(64) - 1.0, 0)
 #: The gain of later steps from the logits of one more row, in tokens.
 EXPLORATION = 0.01
 #: Weight of one step in the moving averages of r and of the correction of F.
@@ -102,9 +110,9 @@ class RowRule:
 def pays(memory: Memory, rows: int, probability: float) -> bool:
     """Whether rows of this probability or less may pay off in a tree that has ``rows`` rows so far.
 
-    Rows come likeliest first, so growth ends at the first row that cannot pay off. In the example of the module, the
-    cheapest of the rows after the eighth costs 0.0625 plain steps; with r = 2, a row pays off there from a
-    probability of 0.115.
+    Rows come likeliest first, so growth ends at the first row that cannot pay off, even without a discount. In the
+    example of the module, the cheapest of the rows after the eighth costs 0.0625 plain steps; with r = 2, a row pays
+    off there from a probability of 0.115.
     """
     step = memory.step[0]
     return bool(probability * step.bias + EXPLORATION >= step.rate * memory.slopes[rows])
@@ -118,7 +126,8 @@ def choose(memory: Memory) -> int:
     best, best_value = 1, 1.0 - step.rate * memory.costs[1]
     expected = 1.0
     for row in range(1, memory.tree.sizes[0].rows):
-        expected += nodes[row].probability * step.bias + EXPLORATION
+        depth = min(int64(nodes[row].depth), len(DISCOUNTS) - 1)
+        expected += nodes[row].probability * DISCOUNTS[depth] * step.bias + EXPLORATION
         value = expected - step.rate * memory.costs[row + 1]
         if value > best_value:
             best, best_value = row + 1, value
