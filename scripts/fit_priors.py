@@ -21,7 +21,7 @@ import numpy as np
 
 import lookahead
 from lookahead import Adaptive, AdaptiveState
-from lookahead.drafters.adaptive.base_files import find_base_table, usable_table
+from lookahead.drafters.adaptive.base_files import base_table_of
 from lookahead.drafters.adaptive.calibration import (
     ANSWERED,
     BASE_AXES,
@@ -129,7 +129,7 @@ def main() -> None:
     llm = lookahead.load(options.model, dtype=options.dtype)
     light_head.measured_cost = lambda head, target: 0.0  # ask it everywhere, not only where that pays off
     state = AdaptiveState()
-    table = usable_table(find_base_table(llm.model.config), llm.vocabulary)
+    table = base_table_of(llm.model.config, llm.vocabulary)
     for sampled in (False, True):
         state.tables(sampled, table)  # its buckets start as without a state
     for number, text in enumerate(prompts(options.data, options.prompts)):

@@ -320,7 +320,7 @@ def test_a_table_that_cannot_be_used_is_said_once_and_left_out(own_table, saved,
     base_files._warn.cache_clear()
     target = FakeTarget(32)
     for file, says in ((saved, "vocabulary of 32 tokens"), (tmp_path / "none", "must be a file")):
-        with pytest.warns(UserWarning, match=f"{says}.*; drafting continues without a base table"):
+        with pytest.warns(UserWarning, match=f"{says}.*; drafting continues without this base table"):
             (sequence, _) = assert_same_as_autoregressive(target, PROMPTS[:2], Adaptive(rows=8, table=file))
         assert sequence.error is None
         assert sequence.stats.drafter["accepted_by_base"] == 0
@@ -351,6 +351,21 @@ def test_the_table_of_a_model_is_found_by_its_sizes(saved, tmp_path, monkeypatch
     monkeypatch.setattr(base_files, "INCLUDED", learned.parent)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     assert base_files.find_base_table(config) == learned
+
+
+def test_a_damaged_learned_table_is_replaced_by_the_included_one(saved, tmp_path, monkeypatch):
+    base_files._warn.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = SimpleNamespace(vocab_size=V, hidden_size=64, num_hidden_layers=2)
+    included = tmp_path / "included" / f"{base_files.table_name(config)}.safetensors"
+    learned = base_files.learned_file(config)
+    for file, content in ((included, saved.read_bytes()), (learned, saved.read_bytes()[:-1])):
+        file.parent.mkdir(parents=True)
+        file.write_bytes(content)
+    monkeypatch.setattr(base_files, "INCLUDED", included.parent)
+    with pytest.warns(UserWarning, match="drafting continues without this base table"):
+        table = base_files.base_table_of(config, V)
+    assert table is not None and table.path == included
 
 
 def test_the_package_brings_the_table_of_its_default_model():

@@ -150,7 +150,7 @@ def test_a_table_of_another_vocabulary_is_said_and_left_out(chats, tmp_path):
     call("learn", "tiny", "--tokens", 600, "--output", file)
     llm = lookahead.load(chats)
     plain = llm.generate([5, 6, 7], max_new_tokens=20, drafter=Plain())
-    with pytest.warns(UserWarning, match="drafting continues without a base table"):
+    with pytest.warns(UserWarning, match="drafting continues without this base table"):
         text = llm.generate([5, 6, 7], max_new_tokens=20, drafter=Adaptive(rows=4, table=file))
     assert text.tokens == plain.tokens
 

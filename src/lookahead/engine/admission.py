@@ -86,10 +86,10 @@ class Admission:
     @cached_property
     def _base_table(self) -> BaseTable | None:
         """The base table of the model, if it has one."""
-        from ..drafters.adaptive.base_files import find_base_table, usable_table  # imports numba
+        from ..drafters.adaptive.base_files import base_table_of  # imports numba
 
         config = self._model.config
-        return usable_table(find_base_table(config), int(config.get_text_config(decoder=True).vocab_size))
+        return base_table_of(config, int(config.get_text_config(decoder=True).vocab_size))
 
     def _cost_curve(self, path: str) -> CostCurve:
         """The cost curve of the model on this machine, read from disk or measured now."""

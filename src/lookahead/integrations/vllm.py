@@ -97,7 +97,7 @@ class Proposer:
 
     def __init__(self, vllm_config: Any) -> None:
         check(vllm_config)
-        from ..drafters.adaptive.base_files import find_base_table, usable_table
+        from ..drafters.adaptive.base_files import base_table_of
         from ..drafters.adaptive.cost import CostCurve
         from ..drafters.adaptive.state import AdaptiveState
 
@@ -114,8 +114,8 @@ class Proposer:
         self._curve = CostCurve.guess(ROW_ON_CPU) if on_cpu else CostCurve.unmeasured(device == "cuda")
         self._most_requests = MOST_ON_CPU if on_cpu and drafter.rows is None else inf
         config = getattr(vllm_config.model_config, "hf_config", None)
-        found = find_base_table(config) if config is not None and drafter.needs_base_table else None
-        self._table = usable_table(found, self._vocabulary)
+        reads = config is not None and drafter.needs_base_table
+        self._table = base_table_of(config, self._vocabulary) if reads else None
         self._texts: list[Text | None] = []
         self._logits: Any = None
 

@@ -38,17 +38,29 @@ def learned_file(config: Any) -> Path:
     return cache_folder() / "tables" / f"{table_name(config)}.safetensors"
 
 
+def table_files(config: Any) -> list[Path]:
+    """The tables of a model that exist: the learned one, then the included one."""
+    files = learned_file(config), INCLUDED / f"{table_name(config)}.safetensors"
+    return [file for file in files if file.is_file()]
+
+
 def find_base_table(config: Any) -> Path | None:
     """The table of a model: the learned one, else the included one; None if there is neither."""
-    name = f"{table_name(config)}.safetensors"
-    for file in (learned_file(config), INCLUDED / name):
-        if file.is_file():
-            return file
-    return None
+    return next(iter(table_files(config)), None)
+
+
+def base_table_of(config: Any, vocabulary: int) -> BaseTable | None:
+    """The first usable table of a model; None if there is none. Warns of those that cannot be used.
+
+    Args:
+        vocabulary: V of the model; 0 if unknown.
+    """
+    tables = (usable_table(file, vocabulary) for file in table_files(config))
+    return next((table for table in tables if table is not None), None)
 
 
 def usable_table(path: str | os.PathLike[str] | None, vocabulary: int) -> BaseTable | None:
-    """The table in a file. If it cannot be used, warn and return None; decoding continues without a table.
+    """The table in a file. If it cannot be used, warn and return None; decoding continues without it.
 
     Args:
         path: the file; None for no table.
@@ -69,4 +81,4 @@ def usable_table(path: str | os.PathLike[str] | None, vocabulary: int) -> BaseTa
 @lru_cache(maxsize=64)
 def _warn(message: str) -> None:
     """Warn once per process instead of once per sequence."""
-    warnings.warn(f"{message}; drafting continues without a base table", UserWarning, stacklevel=2)
+    warnings.warn(f"{message}; drafting continues without this base table", UserWarning, stacklevel=2)
