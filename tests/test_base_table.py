@@ -365,7 +365,8 @@ def test_a_damaged_learned_table_is_replaced_by_the_included_one(saved, tmp_path
     monkeypatch.setattr(base_files, "INCLUDED", included.parent)
     with pytest.warns(UserWarning, match="drafting continues without this base table"):
         table = base_files.base_table_of(config, V)
-    assert table is not None and table.path == included
+    assert table is not None
+    assert table.path == included
 
 
 def test_the_package_brings_the_table_of_its_default_model():
