@@ -151,11 +151,17 @@ def prompt() -> str:
     return "".join(trace.header["texts"][str(token)] for token in trace.header["prompt"])
 
 
+#: dtype -> {rows: milliseconds} of a step of SmolLM2 behind 128 tokens on the compiled CPU path: two cores of an
+#: Intel Xeon with AMX, commit 113b7a7 (`python -m benchmarks.step`, in dev/LOG.md).
+STEP_MS = {
+    "bf16": {1: 13.518, 8: 16.559, 16: 16.485, 32: 18.903, 64: 24.728, 128: 41.859},
+    "fp32": {1: 20.497, 8: 26.864, 16: 34.020, 32: 55.162, 64: 78.868, 128: 148.760},
+}
+
+
 def costs(dtype: str = "bf16") -> list[tuple[int, float]]:
-    """(rows, milliseconds) of a step of SmolLM2 behind 128 tokens, as docs/results/step.md has them."""
-    figures = json.loads((HERE / "results" / "step.json").read_text())["figures"]
-    chosen = [f for f in figures if (f["model"], f["dtype"], f["context"]) == ("SmolLM2", dtype, 128)]
-    return [(f["rows"], f["cpu"]) for f in chosen]
+    """(rows, milliseconds) of a step."""
+    return list(STEP_MS[dtype].items())
 
 
 def draw_costs() -> str:
@@ -351,14 +357,21 @@ METHODS = {
 
 
 def draw_speeds(chinese: bool = False) -> str:
-    """Tokens per second of each method over all data sets, from the records of the README's table."""
+    """Tokens per second of each method over all data sets, from the records of the README's table.
+
+    Of a peer on several files, the fastest is shown; one that failed is left out.
+    """
     facts = json.loads((HERE / "results" / "bench-packed.json").read_text())
     seconds: dict[str, list[float]] = {}  # of one token, by method, for each data set
     for line in facts["figures"]:
-        name = line["method"] if line["method"] in METHODS else line["method"].partition(":")[0]
-        seconds.setdefault(name, []).append(1 / line["all"]["rate"])
-    speeds = {name: len(each) / sum(each) for name, each in seconds.items() if name in METHODS}
-    sets = max(map(len, seconds.values()))
+        if line["all"]["rate"] is not None:
+            seconds.setdefault(line["method"], []).append(1 / line["all"]["rate"])
+    sets = len({line["workload"] for line in facts["figures"]})
+    speeds: dict[str, float] = {}
+    for method, each in seconds.items():
+        name = method if method in METHODS else method.partition(":")[0]
+        if name in METHODS and len(each) == sets:
+            speeds[name] = max(speeds.get(name, 0.0), sets / sum(each))
     title = f"每秒 token 数（{sets} 个数据集）" if chinese else f"Tokens per second over {sets} data sets"
     where = facts["where"]
     if chinese:
