@@ -30,6 +30,7 @@ from lookahead.bench.record import commit
 from lookahead.bench.report import markdown_table, page_of
 from lookahead.cli.bench import command_line
 
+from . import startup
 from .convert_gguf import BY_LLAMA_CPP, convert
 from .datasets import SETS
 from .paper import committed
@@ -85,6 +86,12 @@ CHINESE = {
     r"ours, prompt lookup": "本库，prompt lookup",
     r"ours, lookahead (\S+), the paper's": r"本库，前瞻解码 \1，论文的方法",
     r"ours, adaptive, the default": "本库，自适应，默认",
+    r"\*\*Start\*\*: (.*?) from the command to the end of a completion of one token": r"**启动**：从命令到输出一个 token 并结束 \1",
+    r"\*\*Memory\*\*: (.*?) of resident memory with the default model's file": r"**内存**：使用默认模型的文件时常驻 \1",
+    r", against (.*?) for llama\.cpp\.": r"，llama.cpp 为 \1。",
+    r"\*\*First use\*\*: (.*?) once per machine, to compile the kernels and measure the cost of steps; llama\.cpp is compiled "
+    r"when it is built\.": r"**首次使用**：每台机器一次，\1，用来编译算子并测量单步耗时；llama.cpp 在构建时就已编译。",
+    r"Medians of five runs with their range \(\[the page\]\((.*?)\)\)\.": r"五次运行的中位数与范围（[结果页](\1)）。",
 }
 
 
@@ -187,12 +194,17 @@ def steps(given: Sources) -> list[Step]:
         words += [part for name in EXAMPLES for part in ("--workload", name)]
         words += [*data, "--limit", min(4, limit), "--out", "docs/results/llamacpp-examples"]
         plan("llamacpp-examples", 2 * min(4, limit), "llamacpp_examples", *words)
+    words = []
+    if model is not None and given.llamacpp_bin is not None and has_llama_cpp:
+        words = ["--bin", given.llamacpp_bin, "--model", _converted(model, "Q4_0")]
+    plan("startup", 2, "startup", *words)
     # Packed weights: how close they are, and what a step costs.
     if model is not None:
         plan("packed-accuracy", 15, "packed_accuracy", model, *data)
         if has_llama_cpp:
             plan("packed-step", 8, "packed_step", "--types", "own", "Q8_0", "Q4_K_M", "0.5B")
-    plan("dynamics", limit, "dynamics", *data, "--limit", limit)
+    plan("dynamics", 2 * given.half, "dynamics", *data, "--limit", given.half)
+    plan("pass-rate", 5, "pass_rate", *data)
     # Several sequences.
     beside = model is not None and has_llama_cpp
     words = [*([model] if model else []), *(["--against", f"llamacpp:{model}"] if beside else [])]
@@ -317,6 +329,23 @@ def slower(facts: dict[str, Any]) -> str:
     return text
 
 
+def behind(found: dict[str, Any]) -> str:
+    """Start-up, memory and first use as a list."""
+    shown = startup.cells(found)
+    ours, theirs = shown["ours"], shown.get("llama.cpp", {})
+
+    def against(what: str) -> str:
+        return f", against {theirs[what]} for llama.cpp" if what in theirs else ""
+
+    return (
+        f"- **Start**: {ours['start']} from the command to the end of a completion of one token{against('start')}.\n"
+        f"- **Memory**: {ours['memory']} of resident memory with the default model's file{against('memory')}.\n"
+        f"- **First use**: {ours['first use']} once per machine, to compile the kernels and measure the cost of "
+        "steps; llama.cpp is compiled when it is built.\n"
+        "- Medians of five runs with their range ([the page](docs/results/startup.md))."
+    )
+
+
 def readme(text: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
     """The README with figures from the pages; a block without a page stays as it is.
 
@@ -332,6 +361,9 @@ def readme(text: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
         prompts = re.search(r"--limit (\d+)", facts["command"])
         size = f"Prompts of each set: {prompts[1]}. " if prompts else ""
         blocks["speeds"] = f"{size}{where}\n\n{speeds(facts)}\n\n{slower(facts)}"
+    page = RESULTS / "startup.json"
+    if page.is_file():
+        blocks["behind"] = behind(json.loads(page.read_text())["figures"])
     for name, block in blocks.items():
         for english, other in words.items():
             block = re.sub(english, other, block)
