@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=100, help="questions")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-new-tokens", type=int, default=192)
-    parser.add_argument("--out", type=Path, default=Path("docs/results/accuracy"), help="page and JSON")
+    parser.add_argument("--out", type=Path, default=Path("build/results/accuracy"), help="page and JSON")
     given = parser.parse_args()
     file = find_file("gsm8k", given.data)
     if file is None:

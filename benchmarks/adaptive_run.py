@@ -146,7 +146,7 @@ def main() -> None:
     add("--prompts", type=int, default=20)
     add("--new-tokens", type=int, default=128)
     add("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 1.0])
-    add("--out", type=Path, default=Path("docs/results/adaptive-run.json"))
+    add("--out", type=Path, default=Path("docs/images/adaptive-run.json"))
     add("--pictures", type=Path, default=Path("docs/images"))
     args = parser.parse_args()
     if args.draw:

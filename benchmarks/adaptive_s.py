@@ -2,7 +2,7 @@
 
     python -m benchmarks.adaptive_s --data FOLDER --prompts 10     code and maths, greedy and at temperature 1
     python -m benchmarks.adaptive_s --data FOLDER --quick          without the ablation
-    python -m benchmarks.adaptive_s --draw                         redraw the plot from the committed figures
+    python -m benchmarks.adaptive_s --draw                         redraw the plot from docs/images/adaptive-credit.json
 
 S is counted in forward passes, so it does not depend on the machine: tokens after the first over forward passes
 after the prefill, bonus token included, over all prompts of a workload. Adaptive has a fixed number of rows here (no
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from lookahead.bench.methods import Outcome, make_request, timed_decode
 from lookahead.bench.plots import COLOURS, new_figure, save
 from lookahead.bench.record import describe, environment
 from lookahead.bench.report import markdown_table
+from lookahead.cli.bench import command_line
 from lookahead.core import Drafter, Stats
 from lookahead.drafters import Adaptive, Lookahead, NGramPool, Plain, PromptLookup
 from lookahead.drafters.adaptive.settings import DEFAULT_SOURCES
@@ -188,15 +190,14 @@ def body(records: Sequence[dict[str, Any]], args: argparse.Namespace) -> list[st
         ]
         what = "greedy" if not temperature else f"temperature {temperature:g}"
         lines += [f"## {workload}, {what}", "", markdown_table(heads, rows), ""]
-    shows = "Accepted drafted tokens a step by source, for code and maths at T = 0 and T = 1, cold and warm"
-    return [*lines, f"![{shows}](../images/adaptive-credit.svg)"]
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--data", type=Path, help="a folder with the data sets")
-    add("--draw", action="store_true", help="only draw the picture again, from the figures in --out")
+    add("--draw", action="store_true", help="only draw the picture again, from --credit")
     add("--model", help="in place of SmolLM2")
     add("--dtype", default="bfloat16")
     add("--prompts", type=int, default=60)
@@ -205,11 +206,12 @@ def main() -> None:
     add("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 1.0])
     add("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS))
     add("--quick", action="store_true", help="without the ablation")
-    add("--out", type=Path, default=Path("docs/results/adaptive"), help="page and JSON")
+    add("--out", type=Path, default=Path("build/results/adaptive"), help="page and JSON")
+    add("--credit", type=Path, default=Path("docs/images/adaptive-credit.json"), help="figures of the picture")
     add("--picture", type=Path, default=Path("docs/images/adaptive-credit"))
     args = parser.parse_args()
     if args.draw:
-        facts = json.loads(args.out.with_suffix(".json").read_text())
+        facts = json.loads(args.credit.read_text())
         save(credit_by_source(facts["figures"], args.rows), args.picture, facts["where"])
         return
     if args.data is None:
@@ -235,6 +237,14 @@ def main() -> None:
                 print(f"  {label:32} S {record['s']:.3f}  rows {record['rows']:5.1f}", flush=True)
     where = {**environment(), "model": llm.name, "dtype": llm.dtype, "path": llm.path}
     save(credit_by_source(records, args.rows), args.picture, describe(where))
+    credited = [
+        {name: record[name] for name in ("workload", "temperature", "method", "credit")}
+        for record in records
+        if record["method"] in CREDITED
+    ]
+    command = command_line(sys.argv[1:], "python -m benchmarks.adaptive_s")
+    facts = {"command": command, "where": describe(where), "figures": credited}
+    args.credit.write_text(json.dumps(facts, indent=1) + "\n")
     title = "S of the adaptive drafter, and what each source is worth"
     write_page(args.out, title, where, records, body(records, args))
 

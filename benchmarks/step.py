@@ -187,7 +187,7 @@ def main() -> None:
     add("--contexts", nargs="+", type=int, default=[128, 1024])
     add("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128])
     add("--rounds", type=int, default=15)
-    add("--out", type=Path, default=Path("docs/results/step"), help="page and JSON")
+    add("--out", type=Path, default=Path("build/results/step"), help="page and JSON")
     given = parser.parse_args()
     lines, load = [], os.getloadavg()[0]
     for name, dtype in product(given.models, given.dtypes):

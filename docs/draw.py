@@ -151,11 +151,17 @@ def prompt() -> str:
     return "".join(trace.header["texts"][str(token)] for token in trace.header["prompt"])
 
 
+#: dtype -> {rows: milliseconds} of a step of SmolLM2 behind 128 tokens on the compiled CPU path: two cores of an Intel
+#: Xeon with AMX, commit 113b7a7 (`python -m benchmarks.step`, in dev/LOG.md).
+STEP_MS = {
+    "bf16": {1: 13.518, 8: 16.559, 16: 16.485, 32: 18.903, 64: 24.728, 128: 41.859},
+    "fp32": {1: 20.497, 8: 26.864, 16: 34.020, 32: 55.162, 64: 78.868, 128: 148.760},
+}
+
+
 def costs(dtype: str = "bf16") -> list[tuple[int, float]]:
-    """(rows, milliseconds) of a step of SmolLM2 behind 128 tokens, as docs/results/step.md has them."""
-    figures = json.loads((HERE / "results" / "step.json").read_text())["figures"]
-    chosen = [f for f in figures if (f["model"], f["dtype"], f["context"]) == ("SmolLM2", dtype, 128)]
-    return [(f["rows"], f["cpu"]) for f in chosen]
+    """(rows, milliseconds) of a step."""
+    return list(STEP_MS[dtype].items())
 
 
 def draw_costs() -> str:

@@ -92,30 +92,12 @@ def figures_of(page):
 
 def quotes():
     """(page, sentence, as the committed figures give it) of each figure that a page quotes of a measured page."""
-    times = {(x["model"], x["dtype"], x["context"], x["rows"]): x["cpu"] for x in figures_of("step")}
-    ratios = [seconds / times[*shape, 1] for (*shape, rows), seconds in times.items() if rows == 64]
-    low, high = min(ratios), max(ratios)
-    yield "settings", f"64 rows took as long as {low:.1f} to {high:.1f} passes of one row"
     packed, theirs = (figures_of("packed-accuracy")[name] for name in ("packed (ours)", "llama.cpp"))
     far = f"{packed['kl_mean']:.2e} against {theirs['kl_mean']:.2e}".replace("e-0", "e-")
     yield (
         "cpu",
         f"mean KL divergence {far}, top-1 agreement {packed['top1']:.4f} against {theirs['top1']:.4f}",
     )
-    for dtype, name in (("bfloat16", "bf16"), ("float32", "fp32")):
-        totals = {}
-        for x in figures_of(f"bench-{dtype}"):
-            kind = (
-                "theirs"
-                if x["method"] == "hf-greedy"
-                else "ours"
-                if not x["method"].startswith(("hf-", "ll"))
-                else ""
-            )
-            if x["method"] != "autoregressive":
-                equal, compared = totals.get(kind, (0, 0))
-                totals[kind] = equal + x["all"]["equal"], compared + x["all"]["compared"]
-        yield "exactness", "| {} | {} of {} | {} of {}".format(name, *totals["ours"], *totals["theirs"])
 
 
 def test_pages_quote_what_the_committed_figures_say():
