@@ -27,7 +27,7 @@ help:
 	@echo "make coverage       run all tests and report line coverage"
 	@echo "make bench          run the benchmark on prompts from Python's standard library"
 	@echo "make results        measure every results page and the README's figures again"
-	@echo "                    (DATA=folder of data sets, LIMIT=prompts of each)"
+	@echo "                    (DATA=folder of data sets, LIMIT=prompts of each, LLAMACPP_BIN=folder of llama.cpp's programs)"
 	@echo "make gpu-check      measure everything that needs a GPU, in ten minutes, and write one page"
 
 # Install torch first and alone, so that TORCH affects only its build.
@@ -157,11 +157,11 @@ fix: $(READY)
 test-readme:
 	$(PYTHON) scripts/test_readme.py $(if $(TORCH),--torch '$(TORCH)')
 
-# Resumes after an interrupt and prints how long it takes. Also measures llama.cpp if llama-cpp-python is installed.
+# Resumes after an interrupt and prints how long it takes. Peers that are installed are measured too.
 DATA ?= data
 LIMIT ?= 10
 results: $(READY)
-	$(RUN)/python -m benchmarks.results --data $(DATA) --limit $(LIMIT)
+	$(RUN)/python -m benchmarks.results --data $(DATA) --limit $(LIMIT) $(if $(LLAMACPP_BIN),--llamacpp-bin '$(LLAMACPP_BIN)')
 
 bench: $(READY)
 	$(RUN)/python -m lookahead bench --workload stdlib --limit 8 --out build/bench

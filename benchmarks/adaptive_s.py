@@ -2,7 +2,7 @@
 
     python -m benchmarks.adaptive_s --data FOLDER --prompts 10     code and maths, greedy and at temperature 1
     python -m benchmarks.adaptive_s --data FOLDER --quick          without the ablation
-    python -m benchmarks.adaptive_s --draw                         redraw the plot from docs/images/adaptive-credit.json
+    python -m benchmarks.adaptive_s --draw                         redraw the plot from its committed figures
 
 S is counted in forward passes, so it does not depend on the machine: tokens after the first over forward passes
 after the prefill, bonus token included, over all prompts of a workload. Adaptive has a fixed number of rows here (no
@@ -207,7 +207,9 @@ def main() -> None:
     add("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS))
     add("--quick", action="store_true", help="without the ablation")
     add("--out", type=Path, default=Path("build/results/adaptive"), help="page and JSON")
-    add("--credit", type=Path, default=Path("docs/images/adaptive-credit.json"), help="figures of the picture")
+    add(
+        "--credit", type=Path, default=Path("docs/images/adaptive-credit.json"), help="figures of the picture"
+    )
     add("--picture", type=Path, default=Path("docs/images/adaptive-credit"))
     args = parser.parse_args()
     if args.draw:

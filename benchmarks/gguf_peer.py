@@ -39,6 +39,10 @@ def outcome_of(
     return Outcome(tokens, stats, prefill, first, steps, rows, seconds)
 
 
+class MissingPackage(SettingsError):
+    """A peer's package is not installed."""
+
+
 class GGUFPeer(Method):
     """Greedy decoding of a GGUF file by another library, from an optional package.
 
@@ -52,9 +56,11 @@ class GGUFPeer(Method):
         engine: the library's object for the file, loaded for the first prompt.
 
     Raises:
-        SettingsError: the package is not installed, or the file is missing.
+        MissingPackage: the package is not installed.
+        SettingsError: the file is missing.
     """
 
+    of_another_library = True
     package: str
     installing = ""
 
@@ -62,7 +68,7 @@ class GGUFPeer(Method):
         try:
             self.settings = {self.package: version(self.package)}
         except PackageNotFoundError:
-            raise SettingsError(
+            raise MissingPackage(
                 f"{name} needs {self.package}, which is not installed: pip install {self.package}{self.installing}"
             ) from None
         gguf = file or model.gguf

@@ -129,8 +129,8 @@ class Method:
 
 
 #: S and mean rows per step of SmolLM2 in bf16 on code, greedy (`python -m benchmarks.adaptive_s --prompts 5`), and
-#: the seconds that the drafter takes on the host for (15,5,15) and for 64 rows of adaptive: two cores of an Intel Xeon
-#: with AMX, commit 113b7a7; whole tables in dev/LOG.md.
+#: the seconds that the drafter takes on the host for (15,5,15) and for 64 rows of adaptive: two cores of an Intel
+#: Xeon with AMX, commit 113b7a7; whole tables in dev/LOG.md.
 LOOKAHEAD_HOST, ADAPTIVE_HOST = 194.0e-6, 321.3e-6
 MEASURED = (
     Method("(15,5,15)", 509 / 228, 72, LOOKAHEAD_HOST),

@@ -25,7 +25,7 @@ from lookahead.bench import methods
 from lookahead.bench.methods import Method, ModelUnderTest, Outcome, RunOptions
 from lookahead.core import SettingsError
 
-from .gguf_peer import LOOKUP_TOKENS, outcome_of
+from .gguf_peer import LOOKUP_TOKENS, MissingPackage, outcome_of
 from .llamacpp import LLAMA_CPP, LlamaCpp
 from .openvino import OPENVINO, OpenVino
 
@@ -68,8 +68,32 @@ def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Me
         raise SettingsError(f"{error}; methods of other libraries are {others}") from None
 
 
+class Absent(Method):
+    """A peer whose package is not installed: its cells on the page say so.
+
+    Args:
+        name: as on the command line.
+        model: the model under test.
+        why: the error.
+    """
+
+    of_another_library = True
+
+    def __init__(self, name: str, model: ModelUnderTest, why: MissingPackage) -> None:
+        head, _, file = name.partition(":")
+        gguf = file or model.gguf
+        self.label = f"{head}:{Path(gguf).name}" if gguf else head
+        self.settings = {}
+        self.why = why
+
+    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
+        raise self.why
+
+
 class HuggingFace(Method):
     """``model.generate`` of transformers; a hook counts forward passes, a streamer counts tokens."""
+
+    of_another_library = True
 
     def __init__(self, name: str) -> None:
         self.name = self.label = name

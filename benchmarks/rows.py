@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any
 
 import lookahead
-from lookahead.bench.record import environment
+from lookahead.bench.record import environment, require_one_origin
 from lookahead.bench.report import markdown_table
 from lookahead.core import Drafter
 from lookahead.drafters import Adaptive, Plain
@@ -180,6 +180,7 @@ def main() -> None:
     args = parser.parse_args()
     args.records.parent.mkdir(parents=True, exist_ok=True)
     lines = measure(args)
+    require_one_origin(lines)
     groups = figures(lines)
     title = f"The rule for rows, sequence by sequence: {lines[-1]['dtype']}"
     print(write_page(args.out, title, lines[-1], finite(groups), body(lines, groups, args)))

@@ -5,6 +5,7 @@
 
 The measurement is that of ``lookahead bench``; ``benchmarks.datasets`` adds the data sets and ``benchmarks.peers``
 the other libraries. Records are written to --out as they are made; after an interrupt, the same command continues.
+Another library that is not installed, or fails while it decodes, does not end the run: its cells say why.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lookahead.bench import Records, RunOptions, load_model, run, split_methods
+from lookahead.bench import ModelUnderTest, Records, RunOptions, load_model, run, split_methods
+from lookahead.bench.methods import Method
 from lookahead.bench.plots import can_draw
 from lookahead.bench.report import write_report
 from lookahead.cli.bench import NO_PLOTS, command_line
 from lookahead.core import LookaheadError
 
 from .datasets import SOURCES, load_workload
-from .peers import default_methods, make_methods
+from .gguf_peer import MissingPackage
+from .peers import Absent, default_methods, make_methods
 from .quiet import require_quiet
 
 
@@ -58,6 +61,14 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def methods_or_absent(name: str, model: ModelUnderTest, warm: bool) -> list[Method]:
+    """``make_methods``; a peer whose package is not installed says so in its cells."""
+    try:
+        return make_methods(name, model, warm)
+    except MissingPackage as error:
+        return [Absent(name, model, error)]
+
+
 def progress(done: int, total: int, what: str) -> None:
     """One line on stderr, overwritten."""
     if sys.stderr.isatty():
@@ -85,7 +96,7 @@ def main(words: Sequence[str] | None = None) -> int:
         ]
         model = load_model(given.model, path=given.path, dtype=given.dtype, threads=given.threads)
         names = split_methods(given.method) if given.method else default_methods(model)
-        methods = [method for name in names for method in make_methods(name, model, options.warm)]
+        methods = [method for name in names for method in methods_or_absent(name, model, options.warm)]
         require_quiet()
         records = run(methods, prompts, model, options, Records(given.out), progress)
     except LookaheadError as error:

@@ -5,7 +5,7 @@
 
 TEXT is the default model's own output (saved by ``lookahead learn``), for the datastore of REST. All methods are
 drafters of this library's loop and decode the same prompts greedily; a completion that differs from plain decoding
-ends the run. Results in ``--records`` are not measured again.
+ends the run. Results in ``--records`` at this commit are not measured again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import lookahead
-from lookahead.bench.record import environment
+from lookahead.bench.record import environment, require_one_origin
 from lookahead.bench.report import markdown_table
 from lookahead.core import Drafter, Stats
 from lookahead.drafters import Adaptive, Lookahead, Plain, PromptLookup
@@ -36,7 +36,7 @@ from .page import write_page
 OPEN = ("writing", "roleplay", "humanities", "stem")
 #: The paper's window, n-gram and candidates for a number of rows, (W + G)(N - 1).
 PAPER = {4: (1, 3, 1), 8: (2, 3, 2), 16: (4, 3, 4), 64: (8, 5, 8)}
-KEYS = ("model", "dtype", "prompts", "workload", "method", "rows")
+KEYS = ("commit", "model", "dtype", "prompts", "workload", "method", "rows")
 #: By method: its name, what it reads, its training (two shared cores of a busy machine), and S on Spec-Bench as
 #: published for Vicuna-7B.
 ABOUT = {
@@ -123,14 +123,15 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One record for each method, number of rows and workload."""
     measurement = Measurement(args)
     about = {**environment(), "model": measurement.llm.name, "dtype": measurement.llm.dtype}
-    known = {tuple(line[key] for key in KEYS): line for line in read_records(args.records, "s", "method")}
+    keys = KEYS[1:] if args.page_only else KEYS  # a page may be written at a later commit
+    known = {tuple(line[key] for key in keys): line for line in read_records(args.records, "s", "method")}
     prompts, plain = prompts_of(args.data, args.prompts), dict[str, Any]()
     for workload, some in prompts.items() if not args.page_only else ():
         plain[workload] = measurement.decode(some, Plain(), args.new_tokens)
     lines = []
     for rows, workload, method in product(args.rows, prompts, args.methods):
         line = {**about, "prompts": args.prompts, "workload": workload, "method": method, "rows": rows}
-        done = known.get(tuple(line[key] for key in KEYS))
+        done = known.get(tuple(line[key] for key in keys))
         if done is not None or args.page_only:
             lines += [done] if done is not None else []
             continue
@@ -160,14 +161,13 @@ def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     """A description of the methods, and the tables of S."""
     by = {(line["workload"], line["method"], line["rows"]): line for line in lines}
     heads = ["method", "reads", "training", "published S"]
-    commits = ", ".join(sorted({str(line["commit"])[:7] for line in lines}))
     shapes = ", ".join(str(PAPER[rows]) for rows in args.rows)
     text = [
         f"Greedy, {args.new_tokens} tokens, {args.prompts} open questions of MT-Bench and "
         f"{-(-7 * args.prompts // 12)} functions of HumanEval. Every method drafts in this library's loop, on "
         "the compiled CPU path; every text equals plain decoding. A step has at most so many rows; the paper's "
         f"lookahead has (W, N, G) = {shapes}. The records have the time of drafting too, which needs a quiet "
-        f"machine and is not shown. Commits of the records: {commits}.",
+        "machine and is not shown.",
         "",
         markdown_table(heads, [list(ABOUT[method]) for method in args.methods], texts=4),
         "",
@@ -200,6 +200,7 @@ def main() -> None:
     args = parser.parse_args()
     args.records.parent.mkdir(parents=True, exist_ok=True)
     lines = measure(args)
+    require_one_origin(lines)
     print(
         write_page(
             args.out, "Trained and retrieving drafters at equal rows", lines[-1], lines, body(lines, args)

@@ -151,8 +151,8 @@ def prompt() -> str:
     return "".join(trace.header["texts"][str(token)] for token in trace.header["prompt"])
 
 
-#: dtype -> {rows: milliseconds} of a step of SmolLM2 behind 128 tokens on the compiled CPU path: two cores of an Intel
-#: Xeon with AMX, commit 113b7a7 (`python -m benchmarks.step`, in dev/LOG.md).
+#: dtype -> {rows: milliseconds} of a step of SmolLM2 behind 128 tokens on the compiled CPU path: two cores of an
+#: Intel Xeon with AMX, commit 113b7a7 (`python -m benchmarks.step`, in dev/LOG.md).
 STEP_MS = {
     "bf16": {1: 13.518, 8: 16.559, 16: 16.485, 32: 18.903, 64: 24.728, 128: 41.859},
     "fp32": {1: 20.497, 8: 26.864, 16: 34.020, 32: 55.162, 64: 78.868, 128: 148.760},

@@ -1,12 +1,13 @@
 """The benchmark's counting, equality and resume, on a target whose compression ratio is known."""
 
 import json
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 from torch.nn import Module
 
 import lookahead
-from benchmarks import batch_size, peers
+from benchmarks import batch_size, gguf_peer, peers, side_by_side
 from benchmarks.paper import parallel, sampling_quality
 from benchmarks.paper.study import Study
 from benchmarks.spec_bench import rows, write_answers
@@ -14,7 +15,7 @@ from lookahead import LLM
 from lookahead.bench import ModelUnderTest, Prompt, Records, RunOptions, run, summarise
 from lookahead.bench.methods import Method, Outcome, default_methods, make_methods, split_methods
 from lookahead.bench.record import was_busy
-from lookahead.bench.report import unequal_text
+from lookahead.bench.report import page_of, unequal_text, write_report
 from lookahead.bench.run import loop_free
 from lookahead.core import SettingsError, Stats
 from lookahead.drafters import METHODS
@@ -266,6 +267,123 @@ def test_a_prompt_too_long_for_the_model_is_left_out_and_counted():
     summary = summarise(records)
     assert summary.skipped == {"tokens": 1}
     assert [line.all.texts for line in summary.lines] == [1, 1]
+
+
+class Peer(Method):
+    """Another library that decodes as plain decoding does, until it fails."""
+
+    of_another_library = True
+    label = "llamacpp-greedy:x.gguf"
+
+    def __init__(self, fails_at, error):
+        self.settings, self.fails_at, self.error, self.calls = {}, fails_at, error, 0
+
+    def comparable(self, options):
+        return False
+
+    def decode(self, model, prompt, options):
+        self.calls += 1
+        if self.calls in self.fails_at:
+            raise self.error
+        (plain,) = make_methods("plain", model)
+        return plain.decode(model, prompt, options)
+
+
+PROMPTS = [CYCLE * 2, CYCLE * 3, CYCLE * 4]
+
+
+def test_a_peer_that_crashes_says_why_and_the_rest_is_made(tmp_path):
+    """The warm-up is its first call, so the third is the second prompt; after it, no further prompt is tried."""
+    peer = Peer({3}, RuntimeError("llama_decode returned -1 for /home/me/models/x.gguf | " + "x" * 300))
+    options, store = RunOptions(max_new_tokens=34), Records(tmp_path)
+    records = run([peer, "prompt-lookup"], PROMPTS, cycling(), options, store)
+    assert peer.calls == 3
+    by_method = {name: [r for r in records if r["method"] == name] for name in ("prompt-lookup", peer.label)}
+    assert all(record["new_tokens"] == 34 for record in by_method["prompt-lookup"])
+    first, second, third = by_method[peer.label]
+    assert first["new_tokens"] == 34
+    assert second["failed"]
+    assert third["failed"]
+    reason = second["skipped"]
+    assert reason.startswith("RuntimeError: llama_decode returned -1 for x.gguf | xx")
+    assert len(reason) == 160
+    line = next(line for line in summarise(records).lines if line.method == peer.label)
+    assert line.all.texts == 1
+    assert line.failed == f"{reason} (1 of 3 decoded)"
+    assert not summarise(records).skipped, "no prompt was too long"
+    page, facts = page_of(records, "a command")
+    (row,) = [row for row in page.splitlines() if peer.label in row and row.startswith("|")]
+    assert "| RuntimeError: llama_decode returned -1 for x.gguf \\| xx" in row
+    assert [line["failed"] for line in facts["figures"] if "failed" in line] == [line.failed]
+    write_report(records, tmp_path, "a command", draw=False)
+
+
+def test_the_next_run_tries_a_failed_peer_again(tmp_path):
+    options, store = RunOptions(max_new_tokens=34), Records(tmp_path)
+    run([Peer({3}, RuntimeError("no memory"))], PROMPTS, cycling(), options, store)
+    whole = Peer(set(), None)
+    records = run([whole], PROMPTS, cycling(), options, store)
+    assert whole.calls == 1 + 2, "a warm-up and the two prompts that failed"
+    assert not any(record.get("failed") for record in records)
+    assert len(store.read()) == 6
+    assert not any(record.get("failed") for record in store.read())
+
+
+def test_a_prompt_that_a_peer_refuses_costs_it_that_prompt_alone():
+    peer = Peer({3}, SettingsError("x.gguf has 9 positions; leave the prompt out"))
+    records = run([peer], PROMPTS, cycling(), RunOptions(max_new_tokens=34))
+    line = summarise(records).lines[-1]
+    assert (line.all.texts, line.failed) == (
+        2,
+        "x.gguf has 9 positions; leave the prompt out (2 of 3 decoded)",
+    )
+
+
+def test_a_peer_that_cannot_start_has_a_line_without_figures(tmp_path):
+    peer = Peer({1}, ImportError("libllama.so: another version"))
+    records = run([peer], PROMPTS, cycling(), RunOptions(max_new_tokens=34))
+    assert peer.calls == 1
+    page, facts = page_of(records, "a command")
+    assert f"| tokens | `{peer.label}` | ImportError: libllama.so: another version | – | ––– | – |" in page
+    assert facts["overall"][peer.label]["total"] is None
+
+
+def test_an_error_of_ours_ends_the_run():
+    ours = Peer({3}, RuntimeError("a bug"))
+    ours.of_another_library = False
+    with pytest.raises(RuntimeError, match="a bug"):
+        run([ours], PROMPTS, cycling(), RunOptions(max_new_tokens=34))
+
+
+def test_a_package_that_is_not_installed_is_said_in_its_cells(monkeypatch, tmp_path, capsys):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(gguf_peer, "version", missing)
+    monkeypatch.setattr(side_by_side, "load_model", lambda *given, **named: cycling())
+    monkeypatch.setattr(
+        side_by_side, "load_workload", lambda *given: [Prompt("0", "code", ("",), ids=tuple(CYCLE))]
+    )
+    monkeypatch.setattr(side_by_side, "require_quiet", lambda: None)
+    monkeypatch.setattr(side_by_side, "can_draw", lambda: False)
+    words = [
+        "--method",
+        "prompt-lookup openvino-greedy:x.Q4_0.gguf",
+        "--max-new-tokens",
+        "8",
+        "--out",
+        str(tmp_path),
+    ]
+    assert side_by_side.main(words) == 0
+    page = (tmp_path / "summary.md").read_text()
+    assert (
+        "| `openvino-greedy:x.Q4_0.gguf` | openvino-greedy needs openvino-genai, which is not installed: "
+        in page
+    )
+    assert "| code | `prompt-lookup` | 1/1 |" in page
+    assert (
+        "openvino-greedy:x.Q4_0.gguf failed: openvino-greedy needs openvino-genai" in capsys.readouterr().out
+    )
 
 
 def test_names_are_split_into_methods():

@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks import adaptive_run, adaptive_s, results
 from lookahead.bench import ModelUnderTest, Records, RunOptions, run
-from lookahead.bench.report import write_report
+from lookahead.bench.report import page_of, write_report
+from lookahead.core import SettingsError
 from lookahead.testing import FakeTarget
 
 TEXT, CHINESE = results.README.read_text(), results.README_ZH.read_text()
@@ -106,29 +107,104 @@ def test_pages_quote_what_the_committed_figures_say():
         assert sentence in text, f"docs/{page}.md must say: {sentence}"
 
 
-def test_a_page_is_made_once_by_a_commit_and_command(tmp_path, monkeypatch):
+@pytest.fixture
+def plan(tmp_path, monkeypatch, capsys):
+    """(pages by name, what is printed) of a plan on a machine with the model and these packages; nothing is made."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    planned = results.steps(tmp_path / "data", 10, None)
-    names = ["bench-bfloat16", "dynamics", "serve", "batch-size", "accuracy", *results.STUDY, "bench-float32"]
-    names += ["step", "host-cost", "adaptive", "adaptive-run", "rows"]
-    assert [step.name for step in planned] == names
-    first, last = (planned[names.index(name)] for name in ("bench-bfloat16", "parallel"))
-    assert not first.is_done()
-    command = "python -m benchmarks.side_by_side --dtype bfloat16 " + " ".join(
-        f"--workload {name}" for name in results.SETS
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "convert", lambda source, out, kind: out.touch())
+    monkeypatch.setattr(results, "_evaluates", lambda file: "broken" not in file.name)
+
+    def planned(packages=(), model="SmolLM2.Q4_1.gguf", limit=10, **given):
+        monkeypatch.setattr(results, "find_spec", lambda name: name in packages or None)
+        file = tmp_path / model if model else None
+        steps = results.steps(results.Sources(tmp_path / "data", limit, file, **given))
+        return {step.name: step for step in steps}, capsys.readouterr().out
+
+    return planned
+
+
+OTHERS = ["dynamics", "serve", "batch-size", *results.STUDY]
+EVERY_PAGE = ["bench-packed", "bench-packed-q4_k_m", "bench-packed-sampled", "rows", "llamacpp-examples"]
+EVERY_PAGE += ["packed-accuracy", "packed-step", *OTHERS, "trained"]
+
+
+def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
+    for weights in (*results.TRAINED, "build/text"):
+        (tmp_path / weights).parent.mkdir(exist_ok=True)
+        (tmp_path / weights).touch()
+    pages, printed = plan(["llama_cpp", "openvino_genai"], llamacpp_bin=tmp_path / "bin")
+    assert list(pages) == EVERY_PAGE
+    assert not printed
+    packed = " ".join(pages["bench-packed"].words)
+    assert "benchmarks.side_by_side build/results/SmolLM2.Q4_0.gguf --workload humaneval" in packed
+    assert packed.endswith(
+        "--limit 10 --repeats 3 --no-warm --method prompt-lookup lookahead:15,5,15 adaptive llamacpp-greedy "
+        "llamacpp-greedy:build/results/SmolLM2.IQ4_NL.gguf openvino-greedy:build/results/SmolLM2.Q4_0.gguf "
+        "openvino-lookup:build/results/SmolLM2.Q4_0.gguf --out build/results/bench-packed"
     )
-    command += " --data data --limit 10 --repeats 2 --no-warm --method "
-    command += f"'{' '.join(results.METHODS)}' --out build/results/bench-bfloat16"
+    for name in ("bench-packed-q4_k_m", "bench-packed-sampled"):
+        assert "--limit 5 --repeats 3" in " ".join(pages[name].words)
+    assert pages["rows"].words[-2:] == ("--prompts", "5")
+    examples = " ".join(pages["llamacpp-examples"].words)
+    assert "--model build/results/SmolLM2.Q4_0.gguf --workload stdlib --workload humaneval --work" in examples
+    assert "--limit 4 " in examples
+    small, _ = plan(["llama_cpp"], limit=1, llamacpp_bin=tmp_path / "bin")
+    assert "--limit 2 " in " ".join(small["bench-packed-sampled"].words)
+    assert "--limit 1 " in " ".join(small["llamacpp-examples"].words)
+    assert 200 < sum(step.minutes for step in pages.values()) < 500
+
+
+def test_what_the_plan_leaves_out_is_a_line(plan):
+    pages, printed = plan(["llama_cpp"])
+    assert list(pages) == [name for name in EVERY_PAGE if name not in ("llamacpp-examples", "trained")]
+    assert (
+        "llamacpp-examples: left out; --llamacpp-bin must name the folder of llama.cpp's programs\n"
+        in printed
+    )
+    assert (
+        "trained: left out; build/medusa.safetensors and build/eagle.safetensors and build/text must"
+        in printed
+    )
+    pages, printed = plan()
+    assert [name for name in pages if "packed" in name] == [
+        "bench-packed",
+        "bench-packed-sampled",
+        "packed-accuracy",
+    ]
+    assert "bench-packed-q4_k_m: left out; llama-cpp-python makes Q4_K_M\n" in printed
+    assert "llamacpp-greedy openvino-greedy:" in " ".join(pages["bench-packed"].words), "their cells say why"
+    pages, printed = plan(["llama_cpp"], model="broken.Q4_1.gguf")
+    assert "llamacpp-greedy" not in " ".join(pages["bench-packed"].words)
+    assert (
+        "llama.cpp in bench-packed: left out; it ends its process on build/results/broken.Q4_0.gguf"
+        in printed
+    )
+    assert list(plan(model="")[0]) == ["rows", *OTHERS]
+
+
+def test_a_page_is_made_once_by_a_commit_and_command(plan, tmp_path):
+    step = plan()[0]["parallel"]
+    assert not step.is_done()
+    command = "python -m benchmarks.paper parallel --data data --limit 10 --records build/results/parallel"
     facts = {"command": command, "where": f"a machine, commit {results.commit()}, a model"}
-    first.page.write_text(json.dumps(facts))
-    assert first.is_done()
-    assert not results.steps(tmp_path / "data", 1, None)[0].is_done()
-    first.page.write_text(json.dumps(facts | {"where": "a machine, commit 0123456789ab, a model"}))
-    assert not first.is_done()
-    facts["command"] = "python -m benchmarks.paper parallel --data data --limit 10 --records "
-    facts["command"] += "build/results/parallel"
-    last.page.write_text(json.dumps(facts))
-    assert last.is_done()
+    step.page.write_text(json.dumps(facts))
+    assert step.is_done()
+    assert not plan(limit=1)[0]["parallel"].is_done()
+    step.page.write_text(json.dumps(facts | {"where": "a machine, commit 0123456789ab, a model"}))
+    assert not step.is_done()
+
+
+def test_a_failed_peer_says_why_in_the_readme(tmp_path, monkeypatch):
+    lines = [
+        line("code", "plain", 100.4, 1.0),
+        line("code", "llamacpp-greedy:SmolLM2.Q4_0.gguf", None, None, 0, 0)
+        | {"failed": "RuntimeError: no memory"},
+    ]
+    none = {"total": None, "low": None, "high": None}
+    overall = {"plain": {"total": 1.0, "low": 1.0, "high": 1.0}, "llamacpp-greedy:SmolLM2.Q4_0.gguf": none}
+    table = results.speeds({"figures": lines, "overall": overall})
+    assert table.endswith("\n| llama.cpp, Q4_0 | – | – | – | RuntimeError: no memory |")
 
 
 def test_a_page_is_computed_from_its_records_and_has_its_figure_as_svg(tmp_path, monkeypatch):
@@ -145,6 +221,59 @@ def test_a_page_is_computed_from_its_records_and_has_its_figure_as_svg(tmp_path,
     assert page.endswith(f"\n![{results.figure_text(json.loads(facts))}](bench-x.svg)\n")
     assert (tmp_path / "bench-x.svg").exists()
     assert results.side_by_side("bench-x") == (page, facts)
+
+
+def test_records_of_other_runs_in_the_folder_are_not_on_the_page(tmp_path, monkeypatch):
+    """The folder keeps the records of an earlier commit, and of a larger limit."""
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "RECORDS", tmp_path / "build")
+    monkeypatch.setattr(results, "subprocess", SimpleNamespace(run=lambda *given, **named: None))
+    store = Records(tmp_path / "build" / "bench-x")
+    model, options = ModelUnderTest("fake", FakeTarget(32)), RunOptions(max_new_tokens=20, repeats=1)
+    old = run([], [[1, 2, 3]], model, options)
+    store.append(old[0] | {"key": "earlier", "commit": "0123456789ab"})
+    run([], [[1, 2, 3], [4, 5, 6]], model, options, store)
+    write_report(run([], [[1, 2, 3]], model, options, store), store.folder, "a command")
+    results.Step("bench-x", ("-m", "benchmarks.side_by_side"), 1).run()
+    _, (record,) = results.committed.read(tmp_path / "records" / "bench-x.jsonl.gz")
+    assert record["commit"] == results.commit()
+
+
+def test_a_page_of_records_from_two_places_is_refused(tmp_path):
+    model, options = ModelUnderTest("fake", FakeTarget(32)), RunOptions(max_new_tokens=20)
+    records = run([], [[1, 2, 3], [4, 5, 6]], model, options)
+    first, second = records
+    other = second["machine"] | {"processor": "Abacus 7"}
+    for changed, message in (
+        (
+            {"commit": "0123456789ab"},
+            rf"one commit, got '{re.escape(first['commit'])}' and '0123456789ab'; move the records",
+        ),
+        ({"machine": other}, "one machine, got .* and 'Abacus 7"),
+        ({"threads": 77}, rf"one number of threads, got '{first['threads']}' and '77'"),
+        ({"dtype": "Q4_0"}, "one dtype, got 'float32' and 'Q4_0'"),
+        ({"torch": "1.0"}, "one version of torch, got"),
+        ({"transformers": "4.0"}, "one version of transformers, got .* and '4.0'"),
+    ):
+        mixed = [first, second | changed]
+        with pytest.raises(SettingsError, match=message) as caught:
+            page_of(mixed, "a command")
+        assert "\n" not in str(caught.value)
+        with pytest.raises(SettingsError, match=message):
+            results.committed.write(tmp_path / "study.jsonl.gz", {"command": "c"}, mixed)
+        assert not list(tmp_path.iterdir())
+
+
+def test_committed_records_from_two_places_are_refused(tmp_path, monkeypatch):
+    """Also where an earlier version wrote the file."""
+    path, committed = tmp_path / "study.jsonl.gz", results.committed
+    with monkeypatch.context() as patched:
+        patched.setattr(committed, "require_one_origin", lambda records: None)
+        committed.write(path, {"command": "c"}, [{"commit": "a" * 12}, {"commit": "b" * 12}])
+    with pytest.raises(
+        SettingsError, match=r"study\.jsonl\.gz: the records of a page must come from one commit"
+    ):
+        committed.read(path)
 
 
 def test_the_text_of_a_figure_names_its_speeds():
@@ -186,8 +315,8 @@ def test_a_folder_that_is_not_there(capsys):
     [
         (KeyboardInterrupt(), "interrupted: finished pages and records are kept"),
         (
-            subprocess.CalledProcessError(2, ["python", "-m", "benchmarks.step"]),
-            "benchmarks.step ended with status",
+            subprocess.CalledProcessError(2, ["python", "-m", "benchmarks.serve"]),
+            "benchmarks.serve ended with status",
         ),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; finished pages"),
     ],
@@ -205,7 +334,7 @@ def test_what_ends_a_run_is_one_line_and_the_next_run_makes_the_rest(
         step.page.write_text(json.dumps(facts | {"where": f"a machine, commit {results.commit()}, a model"}))
 
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    monkeypatch.setattr(results, "steps", lambda data, limit, model: planned)
+    monkeypatch.setattr(results, "steps", lambda given: planned)
     planned = [results.Step(name, ("-m", f"benchmarks.{name}"), 1) for name in ("dynamics", "serve", "step")]
     monkeypatch.setattr(results.Step, "run", run)
     monkeypatch.setattr(results, "README", tmp_path / "README.md")

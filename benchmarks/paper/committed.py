@@ -2,8 +2,9 @@
 
 The first line is the head: the command, the size of the model, and what was measured once for the whole page. Every
 further line is one record of ``lookahead.bench.run`` without the text itself: prompts come from data sets with
-licences of their own, and a page needs counts, times and equality only. SHA256SUMS beside the files has a checksum of
-each, so that records which were edited by hand are refused; docs/results/records/README.md names the fields.
+licences of their own, and a page needs counts, times and equality only. All come from one machine, commit, dtype and
+version of torch and transformers. SHA256SUMS beside the files has a checksum of each, so that records which were
+edited by hand are refused; docs/results/records/README.md names the fields.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lookahead.bench.record import Record
+from lookahead.bench.record import Record, require_one_origin
 from lookahead.core import SettingsError
 from lookahead.records import finite
 
@@ -25,7 +26,18 @@ Head = dict[str, Any]
 SUMS = "SHA256SUMS"
 #: Fields of a record that pages are computed from.
 FIELDS = (
-    *("workload", "category", "prompt", "turn", "repeat", "method", "state", "prompt_tokens", "skipped"),
+    *(
+        "workload",
+        "category",
+        "prompt",
+        "turn",
+        "repeat",
+        "method",
+        "state",
+        "prompt_tokens",
+        "skipped",
+        "failed",
+    ),
     *("new_tokens", "prefill_tokens", "steps", "rows", "prefill_seconds", "decode_seconds", "load"),
     *("equal", "first_divergence", "logit_gap", "loop_free", "drafter", "rouge"),
     *(
@@ -58,9 +70,12 @@ def write(path: Path, head: Head, records: Iterable[Record]) -> None:
     """Write head and compacted records, and their checksum; the same records give the same bytes.
 
     Raises:
-        SettingsError: the disk is full, or the folder cannot be written. What was there stays as it was.
+        SettingsError: the records have several origins, the disk is full, or the folder cannot be written. What was
+            there stays as it was.
     """
-    lines = [head, *map(compact, records)]
+    kept = list(map(compact, records))
+    require_one_origin(kept)
+    lines = [head, *kept]
     text = "".join(json.dumps(finite(line), ensure_ascii=False) + "\n" for line in lines)
     path.parent.mkdir(parents=True, exist_ok=True)
     packed = gzip.compress(text.encode(), 9, mtime=0)
@@ -92,7 +107,8 @@ def read(path: Path) -> tuple[Head, list[Record]]:
     """(head, records) of a file that ``write`` wrote.
 
     Raises:
-        SettingsError: there is no such file, or it is not the one that was written.
+        SettingsError: there is no such file, it is not the one that was written, or its records come from several
+            machines, commits, dtypes or versions.
     """
     if not path.is_file():
         raise SettingsError(f"{path} must be a file of records; measure first, without --page")
@@ -103,6 +119,10 @@ def read(path: Path) -> tuple[Head, list[Record]]:
             "or measure again"
         )
     head, *records = map(json.loads, gzip.decompress(packed).decode().splitlines())
+    try:
+        require_one_origin(records)
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}") from None
     return head, records
 
 

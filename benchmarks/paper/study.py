@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 from typing import Any, Protocol
@@ -143,7 +143,7 @@ def page_text(name: str, head: Head, records: Sequence[Record], page: Page) -> s
 
 def page_facts(head: Head, records: Sequence[Record], page: Page) -> str:
     """The page's figures as JSON."""
-    table = [asdict(line) for line in summarise(records).lines] if page.facts is None else page.facts
+    table = [line.facts() for line in summarise(records).lines] if page.facts is None else page.facts
     facts = {"command": head["command"], "where": describe(records[-1]), "figures": finite(table)}
     return json.dumps(facts, indent=1) + "\n"
 

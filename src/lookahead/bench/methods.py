@@ -111,6 +111,8 @@ class Method(ABC):
     label: str  # name with settings
     state: str = ""  # "cold" or "warm" if the method keeps state between prompts
     settings: dict[str, Any]  # for the records
+    #: Whether another library decodes: its errors are recorded, and the other methods go on.
+    of_another_library: bool = False
 
     @abstractmethod
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:

@@ -30,7 +30,7 @@ from rich.table import Table
 from ..records import finite
 from .methods import PLAIN
 from .plots import COLOURS, label, new_figure, save
-from .record import Record, describe, was_busy
+from .record import Record, describe, require_one_origin, was_busy
 
 NAN = float("nan")
 
@@ -65,11 +65,16 @@ class Line:
     state: str
     all: Figures
     over_hf: float = NAN  # rate over that of transformers' greedy generate, if it was measured
+    failed: str = ""  # why another library did not decode some or all of the prompts
 
     @property
     def label(self) -> str:
         """The method, and its state if it keeps state."""
         return f"{self.method} ({self.state})" if self.state else self.method
+
+    def facts(self) -> dict[str, Any]:
+        """Its fields; ``failed`` only if the method failed."""
+        return {name: value for name, value in asdict(self).items() if name != "failed" or value}
 
 
 @dataclass(slots=True)
@@ -178,16 +183,30 @@ def _times(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> l
     return times
 
 
+def _failure(records: Sequence[Record]) -> str:
+    """Why a method failed, and how many of its prompts it had decoded; "" if it did not fail."""
+    failed = [record for record in records if record.get("failed")]
+    if not failed:
+        return ""
+    done = len(records) - len(failed)
+    return f"{failed[0]['skipped']}" + (f" ({done} of {len(records)} decoded)" if done else "")
+
+
 def summarise(records: Iterable[Record]) -> Summary:
     """Summarise the records of one setup, by workload, method and state, each in the order of first appearance."""
     records = list(records)
     measured = [record for record in records if "skipped" not in record]
-    left_out = dict.fromkeys((r["workload"], r["prompt"], r["turn"]) for r in records if "skipped" in r)
+    too_long = [record for record in records if "skipped" in record and not record.get("failed")]
+    left_out = dict.fromkeys((r["workload"], r["prompt"], r["turn"]) for r in too_long)
     plain = plain_of(measured)
     groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
-    for record in measured:
-        groups[record["workload"], record["method"], record["state"]].append(record)
-    lines = [Line(*names, figures(group, plain)) for names, group in groups.items()]
+    for record in records:
+        if "skipped" not in record or record.get("failed"):
+            groups[record["workload"], record["method"], record["state"]].append(record)
+    lines = [
+        Line(*names, figures([r for r in group if "skipped" not in r], plain), failed=_failure(group))
+        for names, group in groups.items()
+    ]
     theirs = {line.workload: line.all.rate for line in lines if line.method == "hf-greedy"}
     for line in lines:
         line.over_hf = line.all.rate / theirs.get(line.workload, NAN)
@@ -209,7 +228,7 @@ def number(value: float, digits: int = 2) -> str:
 OVER_HF = "vs hf-greedy"
 #: heading -> text of a line
 COLUMNS: dict[str, Callable[[Line], str]] = {
-    "equal": lambda x: f"{x.all.equal}/{x.all.compared}" if x.all.compared else "n/a",
+    "equal": lambda x: x.failed or (f"{x.all.equal}/{x.all.compared}" if x.all.compared else "n/a"),
     "tokens/s": lambda x: number(x.all.rate, 1),
     "min–max": lambda x: f"{number(x.all.rate_low, 0)}–{number(x.all.rate_high, 0)}",
     "speed-up": lambda x: number(x.all.total),
@@ -244,7 +263,10 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts
 def markdown(summary: Summary) -> str:
     """The lines as a Markdown table."""
     cells = columns(summary.lines)
-    rows = [[x.workload, f"`{x.label}`", *(text(x) for text in cells.values())] for x in summary.lines]
+    rows = [
+        [x.workload, f"`{x.label}`", *(text(x).replace("|", "\\|") for text in cells.values())]
+        for x in summary.lines
+    ]
     return markdown_table(["workload", "method", *cells], rows, texts=2)
 
 
@@ -267,8 +289,9 @@ def _terminal_table(title: str, lines: list[Line]) -> Table:
         folded = re.sub(r" |(?<=[-/])", "\n", heading)
         table.add_column(folded, justify="right", vertical="bottom", no_wrap=True)
     for line in lines:
-        style = "red" if line.all.equal < line.all.compared else None
-        table.add_row(line.label, *(text(line) for text in cells.values()), style=style)
+        style = "red" if line.failed or line.all.equal < line.all.compared else None
+        shown = ["failed" if line.failed and name == "equal" else text(line) for name, text in cells.items()]
+        table.add_row(line.label, *shown, style=style)
     return table
 
 
@@ -312,16 +335,24 @@ def notes_of(summary: Summary, records: Sequence[Record]) -> list[str]:
 
 
 def page_of(records: Sequence[Record], command: str) -> tuple[str, dict[str, Any]]:
-    """The report in Markdown without its figure, and its numbers as JSON values."""
+    """The report in Markdown without its figure, and its numbers as JSON values.
+
+    Raises:
+        SettingsError: the records come from several machines, commits, dtypes or versions.
+    """
+    require_one_origin(records)
     summary = summarise(records)
     where = describe(records[-1])
     lines = [f"`{command}`", "", f"{where}.", "", markdown(summary), "", LEGEND, ""]
     facts: dict[str, Any] = {"command": command, "where": where, "busy": was_busy(records)}
-    facts |= {"figures": [asdict(line) for line in summary.lines]}
+    facts |= {"figures": [line.facts() for line in summary.lines]}
     measured = [record for record in records if "skipped" not in record]
-    plain, groups = plain_of(measured), defaultdict(list)
+    plain = plain_of(measured)
+    groups: dict[str, list[Record]] = defaultdict(list)
     for record in measured:
         groups[record["method"]].append(record)
+    for line in summary.lines:
+        groups[line.method]  # one that failed on every prompt has no figures
     facts["overall"] = {name: asdict(figures(group, plain)) for name, group in groups.items()}
     return "\n".join([*lines, *notes_of(summary, records)]) + "\n", finite(facts)
 
@@ -339,10 +370,12 @@ def write_report(records: Sequence[Record], out: Path, command: str, draw: bool 
         texts = max(line.all.texts for line in lines)
         console.print(_terminal_table(f"{workload}: {texts} completions per method", lines))
     console.print(LEGEND, style="dim", markup=False)
-    for line in notes_of(summary, records):
-        console.print(line, style="red", markup=False, soft_wrap=True)
+    failures = [f"{x.workload}: {x.label} failed: {x.failed}" for x in summary.lines if x.failed]
+    for note in [*failures, *notes_of(summary, records)]:
+        console.print(note, style="red", markup=False, soft_wrap=True)
     text, facts = page_of(records, command)
     (out / "summary.md").write_text(text, encoding="utf-8")
+    facts["keys"] = [record["key"] for record in records]  # the folder may have records of other runs
     (out / "summary.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     drawn = draw and any(record.get("steps") for record in records)
     if drawn:

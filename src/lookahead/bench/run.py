@@ -3,19 +3,24 @@
 For every repeat, prompt and turn, plain decoding comes first, because the other methods are compared with its output,
 and the next turn follows it. The other methods come in a rotating order, so that drift of the machine affects all
 alike. Before the measurement, each method decodes one prompt as a warm-up.
+
+An error of one of our methods ends the run. Another library may fail: the record then says why, its earlier records
+stay, and it is not tried again in this run, except after a SettingsError, which concerns one prompt. Such a record
+does not count as finished, so the next run tries again.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 
-from ..core import first_divergence
+from ..core import SettingsError, first_divergence
 from ..drafters import ngrams_of
-from .methods import PLAIN, MakeMethods, Method, ModelUnderTest, RunOptions, load_model, make_methods
+from .methods import PLAIN, MakeMethods, Method, ModelUnderTest, Outcome, RunOptions, load_model, make_methods
 from .record import Record, Records, environment, key_of
 from .workloads import Prompt
 
@@ -23,6 +28,8 @@ from .workloads import Prompt
 Progress = Callable[[int, int, str], None]
 #: A completion loops if an n-gram of this size occurs twice.
 LOOP_SIZE = 8
+#: The longest reason of a failure, in characters.
+REASON = 160
 
 
 def run(
@@ -59,13 +66,16 @@ def run(
     setup = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")}
     common = {"model": model.name, "dtype": model.dtype, "path": model.target.path, "options": setup}
     common |= environment()
-    finished: dict[str, Record] = {record["key"]: record for record in records.read()} if records else {}
+    known = records.read() if records else []
+    finished: dict[str, Record] = {record["key"]: record for record in known if not record.get("failed")}
     # Measure in the order of the plan.
     plan = list(_plan(workload, measured, options.repeats))
     result: list[Record] = []
     warmed_up = False
     #: Prompts with existing records, which a warm method decodes before its next record.
     unseen: dict[Method, list[list[int]]] = defaultdict(list)
+    #: Methods of other libraries that failed, and why.
+    broken: dict[Method, str] = {}
     for repeat, number, turn, method in plan:
         prompt = workload[number]
         if method is measured[0]:
@@ -90,7 +100,7 @@ def run(
             if fits and not warmed_up:
                 for each in measured:
                     show(len(result), len(plan), f"warm-up: {each.label}")
-                    each.decode(model, tokens, options)
+                    _try(each, model, tokens, options, broken)
                     each.forget()
                 warmed_up = True
             record = {
@@ -112,8 +122,12 @@ def run(
             if fits:
                 for missed in unseen.pop(method, []):
                     method.decode(model, missed, options)
-                record |= _measure(model, tokens, method, options, reference)
-                record["reference"] = prompt.reference if turn == len(prompt.turns) - 1 else None
+                outcome = _try(method, model, tokens, options, broken)
+                if isinstance(outcome, str):
+                    record |= {"skipped": outcome, "failed": True}
+                else:
+                    record |= _figures(model, tokens, method, outcome, options, reference)
+                    record["reference"] = prompt.reference if turn == len(prompt.turns) - 1 else None
             else:
                 record["skipped"] = (
                     f"{len(tokens)} prompt tokens and {options.max_new_tokens} new tokens do not fit in "
@@ -157,11 +171,39 @@ def loop_free(tokens: Sequence[int]) -> bool:
     return len(set(grams)) == len(grams)
 
 
-def _measure(
-    model: ModelUnderTest, prompt: list[int], method: Method, options: RunOptions, reference: list[int] | None
+def _try(
+    method: Method, model: ModelUnderTest, prompt: list[int], options: RunOptions, broken: dict[Method, str]
+) -> Outcome | str:
+    """The outcome of one prompt, or why another library failed; ``broken`` then gets it."""
+    if method in broken:
+        return broken[method]
+    try:
+        return method.decode(model, prompt, options)
+    except Exception as error:
+        if not method.of_another_library:
+            raise
+        reason = reason_of(error)
+        if not isinstance(error, SettingsError):
+            broken[method] = reason
+        return reason
+
+
+def reason_of(error: Exception) -> str:
+    """An error in one short line, without folders of this machine."""
+    text = " ".join(re.sub(r"(?<![\w.])(?:/[^\s'\":,;()/]+)+/", "", str(error)).split())
+    line = text if isinstance(error, SettingsError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+    return line if len(line) <= REASON else f"{line[: REASON - 1].rstrip()}…"
+
+
+def _figures(
+    model: ModelUnderTest,
+    prompt: list[int],
+    method: Method,
+    outcome: Outcome,
+    options: RunOptions,
+    reference: list[int] | None,
 ) -> Record:
-    """Decode one prompt. ``reference`` is plain decoding's completion; None if this is plain decoding."""
-    outcome = method.decode(model, prompt, options)
+    """What one completion cost. ``reference`` is plain decoding's completion; None if this is plain decoding."""
     tokens, stats, tokenizer = outcome.tokens, outcome.stats, model.tokenizer
     record = {
         "new_tokens": len(tokens),
