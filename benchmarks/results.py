@@ -204,7 +204,7 @@ def steps(given: Sources) -> list[Step]:
         plan(name, minutes * limit / 10, "paper", *words)
     missing = [str(path) for path in (*TRAINED, given.text) if not (ROOT / path).exists()]
     if missing:
-        _left_out("trained", why=f"{' and '.join(missing)} must exist (benchmarks/drafters/medusa.py and eagle.py say how)")
+        _left_out("trained", why=f"{' and '.join(missing)} must exist; benchmarks/drafters trains them")
     else:
         plan("trained", 15, "trained", *data, "--text", given.text, "--rows", "4,8,16")
     return planned

@@ -1,6 +1,7 @@
 """The benchmark's counting, equality and resume, on a target whose compression ratio is known."""
 
 import json
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -346,6 +347,27 @@ def test_a_peer_that_cannot_start_has_a_line_without_figures(tmp_path):
     page, facts = page_of(records, "a command")
     assert f"| tokens | `{peer.label}` | ImportError: libllama.so: another version | – | ––– | – |" in page
     assert facts["overall"][peer.label]["total"] is None
+
+
+def test_a_peer_that_ended_the_process_is_left_out_of_the_next_run(tmp_path):
+    """Its label stays in a file, which a decode that returns, raises or is interrupted removes."""
+    options, store, mark = RunOptions(max_new_tokens=34), Records(tmp_path / "new"), tmp_path / "new" / "decoding"
+
+    class Watching(Peer):
+        def decode(self, *given):
+            assert mark.read_text() == "llamacpp-greedy:x.gguf\n"
+            return super().decode(*given)
+
+    for error in (KeyboardInterrupt(), RuntimeError("no memory")):
+        with suppress(KeyboardInterrupt):
+            run([Watching({3}, error)], PROMPTS, cycling(), options, store)
+        assert not mark.exists()
+    mark.write_text("llamacpp-greedy:x.gguf\n")
+    records = run([Peer({1}, None)], PROMPTS, cycling(), options, store)
+    line = summarise(records).lines[-1]
+    why = "it ended the process; remove decoding beside the records to try again"
+    assert line.failed == f"{why} (1 of 3 decoded)"
+    assert mark.exists()
 
 
 def test_an_error_of_ours_ends_the_run():

@@ -80,6 +80,24 @@ def test_images_and_moving_pages_are_what_the_code_draws(draw):
         assert (DOCS / name).read_text() == make(), f"{name}: run python docs/draw.py --write"
 
 
+def test_the_home_shows_the_fastest_file_of_a_peer(draw, tmp_path, monkeypatch):
+    """Two files of llama.cpp are not two sets of figures; a peer that failed is not shown."""
+    monkeypatch.setitem(draw.draw_speeds.__globals__, "HERE", tmp_path)
+    rates = {"plain": 50.0, "llamacpp-greedy:x.Q4_0.gguf": 80.0, "llamacpp-greedy:x.IQ4_NL.gguf": 90.0}
+    rates["openvino-greedy:x.gguf"] = None
+    figures = [
+        {"workload": workload, "method": method, "all": {"rate": rate}}
+        for workload in ("code", "maths")
+        for method, rate in rates.items()
+    ]
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/bench-packed.json").write_text(json.dumps({"figures": figures, "where": "a machine"}))
+    drawn = draw.draw_speeds()
+    assert "Tokens per second over 2 data sets" in drawn
+    assert re.findall(r">(\d+)<", drawn) == ["90", "50"]
+    assert "OpenVINO" not in drawn
+
+
 def command_lines(page):
     """Every command of ours in the shell blocks of a page, as words."""
     for block in re.findall(r"^```(?:sh|bash|console)[^\n]*\n(.*?)^```", page.read_text(), flags=re.S | re.M):

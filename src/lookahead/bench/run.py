@@ -6,7 +6,8 @@ alike. Before the measurement, each method decodes one prompt as a warm-up.
 
 An error of one of our methods ends the run. Another library may fail: the record then says why, its earlier records
 stay, and it is not tried again in this run, except after a SettingsError, which concerns one prompt. Such a record
-does not count as finished, so the next run tries again.
+does not count as finished, so the next run tries again. If another library ends the whole process (an abort in native
+code), its label stays in the file ``decoding`` beside the records, and runs skip it until that file is removed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 
 from ..core import SettingsError, first_divergence
 from ..drafters import ngrams_of
@@ -30,6 +33,8 @@ Progress = Callable[[int, int, str], None]
 LOOP_SIZE = 8
 #: The longest reason of a failure, in characters.
 REASON = 160
+#: The file that has the label of another library's method while it decodes.
+DECODING = "decoding"
 
 
 def run(
@@ -76,6 +81,11 @@ def run(
     unseen: dict[Method, list[list[int]]] = defaultdict(list)
     #: Methods of other libraries that failed, and why.
     broken: dict[Method, str] = {}
+    mark = records.folder / DECODING if records else None
+    if mark is not None and mark.is_file():
+        ended = mark.read_text(encoding="utf-8").splitlines()
+        why = f"it ended the process; remove {DECODING} beside the records to try again"
+        broken = {each: why for each in measured if each.of_another_library and each.label in ended}
     for repeat, number, turn, method in plan:
         prompt = workload[number]
         if method is measured[0]:
@@ -100,7 +110,7 @@ def run(
             if fits and not warmed_up:
                 for each in measured:
                     show(len(result), len(plan), f"warm-up: {each.label}")
-                    _try(each, model, tokens, options, broken)
+                    _try(each, model, tokens, options, broken, mark)
                     each.forget()
                 warmed_up = True
             record = {
@@ -122,7 +132,7 @@ def run(
             if fits:
                 for missed in unseen.pop(method, []):
                     method.decode(model, missed, options)
-                outcome = _try(method, model, tokens, options, broken)
+                outcome = _try(method, model, tokens, options, broken, mark)
                 if isinstance(outcome, str):
                     record |= {"skipped": outcome, "failed": True}
                 else:
@@ -172,20 +182,48 @@ def loop_free(tokens: Sequence[int]) -> bool:
 
 
 def _try(
-    method: Method, model: ModelUnderTest, prompt: list[int], options: RunOptions, broken: dict[Method, str]
+    method: Method,
+    model: ModelUnderTest,
+    prompt: list[int],
+    options: RunOptions,
+    broken: dict[Method, str],
+    mark: Path | None,
 ) -> Outcome | str:
-    """The outcome of one prompt, or why another library failed; ``broken`` then gets it."""
+    """The outcome of one prompt, or why another library failed; ``broken`` then gets it.
+
+    Args:
+        mark: the file that has the method's label meanwhile.
+    """
     if method in broken:
         return broken[method]
-    try:
+    if not method.of_another_library:
         return method.decode(model, prompt, options)
+    try:
+        with _noted(mark, method.label):
+            return method.decode(model, prompt, options)
     except Exception as error:
-        if not method.of_another_library:
-            raise
         reason = reason_of(error)
         if not isinstance(error, SettingsError):
             broken[method] = reason
         return reason
+
+
+@contextmanager
+def _noted(mark: Path | None, label: str) -> Iterator[None]:
+    """The label is a line of the file meanwhile."""
+    if mark is None:
+        yield
+        return
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    before = mark.read_text(encoding="utf-8") if mark.is_file() else ""
+    mark.write_text(f"{before}{label}\n", encoding="utf-8")
+    try:
+        yield
+    finally:
+        if before:
+            mark.write_text(before, encoding="utf-8")
+        else:
+            mark.unlink()
 
 
 def reason_of(error: Exception) -> str:
