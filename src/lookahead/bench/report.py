@@ -352,7 +352,7 @@ def page_of(records: Sequence[Record], command: str) -> tuple[str, dict[str, Any
     for record in measured:
         groups[record["method"]].append(record)
     for line in summary.lines:
-        groups[line.method]  # one that failed on every prompt has no figures
+        groups.setdefault(line.method, [])  # one that failed on every prompt has no figures
     facts["overall"] = {name: asdict(figures(group, plain)) for name, group in groups.items()}
     return "\n".join([*lines, *notes_of(summary, records)]) + "\n", finite(facts)
 

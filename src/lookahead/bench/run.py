@@ -228,7 +228,7 @@ def _noted(mark: Path | None, label: str) -> Iterator[None]:
 
 def reason_of(error: Exception) -> str:
     """An error in one short line, without folders of this machine."""
-    text = " ".join(re.sub(r"(?<![\w.])(?:/[^\s'\":,;()/]+)+/", "", str(error)).split())
+    text = " ".join(re.sub(r"(?<![\w./])(?:/[^\s'\":,;()/]+)+/", "", str(error)).split())
     line = text if isinstance(error, SettingsError) else f"{type(error).__name__}: {text}".removesuffix(": ")
     return line if len(line) <= REASON else f"{line[: REASON - 1].rstrip()}…"
 
