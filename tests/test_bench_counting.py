@@ -351,7 +351,11 @@ def test_a_peer_that_cannot_start_has_a_line_without_figures(tmp_path):
 
 def test_a_peer_that_ended_the_process_is_left_out_of_the_next_run(tmp_path):
     """Its label stays in a file, which a decode that returns, raises or is interrupted removes."""
-    options, store, mark = RunOptions(max_new_tokens=34), Records(tmp_path / "new"), tmp_path / "new" / "decoding"
+    options, store, mark = (
+        RunOptions(max_new_tokens=34),
+        Records(tmp_path / "new"),
+        tmp_path / "new" / "decoding",
+    )
 
     class Watching(Peer):
         def decode(self, *given):

@@ -91,7 +91,9 @@ def test_the_home_shows_the_fastest_file_of_a_peer(draw, tmp_path, monkeypatch):
         for method, rate in rates.items()
     ]
     (tmp_path / "results").mkdir()
-    (tmp_path / "results/bench-packed.json").write_text(json.dumps({"figures": figures, "where": "a machine"}))
+    (tmp_path / "results/bench-packed.json").write_text(
+        json.dumps({"figures": figures, "where": "a machine"})
+    )
     drawn = draw.draw_speeds()
     assert "Tokens per second over 2 data sets" in drawn
     assert re.findall(r">(\d+)<", drawn) == ["90", "50"]
