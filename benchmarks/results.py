@@ -86,12 +86,20 @@ CHINESE = {
     r"ours, prompt lookup": "本库，prompt lookup",
     r"ours, lookahead (\S+), the paper's": r"本库，前瞻解码 \1，论文的方法",
     r"ours, adaptive, the default": "本库，自适应，默认",
-    r"\*\*Start\*\*: (.*?) from the command to the end of a completion of one token": r"**启动**：从命令到输出一个 token 并结束 \1",
-    r"\*\*Memory\*\*: (.*?) of resident memory with the default model's file": r"**内存**：使用默认模型的文件时常驻 \1",
+    r"\*\*Start\*\*: (.*?) from the command to the end of a completion of one token": (
+        r"**启动**：从命令到输出一个 token 并结束 \1"
+    ),
+    r"\*\*Memory\*\*: (.*?) of resident memory with the default model's file": (
+        r"**内存**：使用默认模型的文件时常驻 \1"
+    ),
     r", against (.*?) for llama\.cpp\.": r"，llama.cpp 为 \1。",
-    r"\*\*First use\*\*: (.*?) once per machine, to compile the kernels and measure the cost of steps; llama\.cpp is compiled "
-    r"when it is built\.": r"**首次使用**：每台机器一次，\1，用来编译算子并测量单步耗时；llama.cpp 在构建时就已编译。",
-    r"Medians of five runs with their range \(\[the page\]\((.*?)\)\)\.": r"五次运行的中位数与范围（[结果页](\1)）。",
+    r"\*\*First use\*\*: (.*?) once per machine, to compile the kernels and measure the cost of steps; "
+    r"llama\.cpp is compiled when it is built\.": (
+        r"**首次使用**：每台机器一次，\1，用来编译算子并测量单步耗时；llama.cpp 在构建时就已编译。"
+    ),
+    r"Medians of five runs with their range \(\[the page\]\((.*?)\)\)\.": (
+        r"五次运行的中位数与范围（[结果页](\1)）。"
+    ),
 }
 
 
