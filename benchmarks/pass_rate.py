@@ -3,7 +3,7 @@
     python -m benchmarks.pass_rate --data DIR
     python -m benchmarks.pass_rate MODEL --data DIR --drafters "plain;adaptive;15,5,15"
 
-Each function is completed greedily from HumanEval's prompt (Chen et al., 2021, arXiv 2107.03374). Its tests run in a
+The model is asked for each function of HumanEval (Chen et al., 2021, arXiv 2107.03374), greedily. Its tests run in a
 process of their own: isolated mode, an empty folder and environment, no network where the system allows a network
 namespace, and limits on memory, processor time and file size. The rate shows how good the model is; that it does not
 depend on the drafter is what is measured here.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -29,8 +30,7 @@ from lookahead.bench.report import markdown_table
 
 from .page import write_page
 
-#: What ends a completion: the first line that is not part of the function.
-STOP = ("\ndef ", "\nclass ", "\nif ", "\nprint", "\n#", "\n@", "\n```")
+ASK = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{}```"
 #: Limits of a test process: seconds of wall-clock and processor time, bytes of memory and of a file.
 SECONDS, MEMORY, FILE = 10, 1 << 30, 1 << 20
 
@@ -51,9 +51,16 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def passes(problem: dict[str, str], completion: str) -> bool:
-    """Whether the completed function passes the problem's tests, run in a limited process."""
-    program = f"{problem['prompt']}{completion}\n\n{problem['test']}\n\ncheck({problem['entry_point']})\n"
+def code_of(answer: str) -> str:
+    """The first code block of an answer; all of it if there is none."""
+    block = re.search(r"```(?:python)?\n(.*?)(?:```|\Z)", answer, re.DOTALL)
+    return block[1] if block is not None else answer
+
+
+def passes(problem: dict[str, str], code: str) -> bool:
+    """Whether a program passes the problem's tests, run in a limited process after the prompt's imports."""
+    imports = [line for line in problem["prompt"].splitlines() if line.startswith(("import ", "from "))]
+    program = "\n".join([*imports, code, problem["test"], f"check({problem['entry_point']})", ""])
     with TemporaryDirectory() as folder:
         file = Path(folder) / "program.py"
         file.write_text(program, encoding="utf-8")
@@ -84,8 +91,9 @@ def measure(
         texts = list[list[int]]()
         emitted = steps = 0
         for problem in problems:
-            result = llm.generate(problem["prompt"], drafter=name, max_new_tokens=tokens, stop=list(STOP))
-            passed.append(passes(problem, result.text))
+            chat = [{"role": "user", "content": ASK.format(problem["prompt"])}]
+            result = llm.generate(chat, drafter=name, max_new_tokens=tokens)
+            passed.append(passes(problem, code_of(result.text)))
             texts.append(result.tokens)
             emitted += result.stats.new_tokens - 1
             steps += result.stats.steps
@@ -128,8 +136,8 @@ def main() -> None:
     record = {**environment(), "model": llm.name, "path": llm.path, "dtype": llm.dtype}
     found = measure(llm, problems, args.drafters.split(";"), args.max_new_tokens)
     body = [
-        f"HumanEval, greedy, at most {args.max_new_tokens} new tokens from the problem's own prompt, without a chat "
-        "template. S: tokens per forward pass. The tests ran in processes with limits on memory and time"
+        f"HumanEval, greedy, at most {args.max_new_tokens} new tokens: a chat that asks for the whole function in "
+        "a code block. S: tokens per forward pass. The tests ran in processes with limits on memory and time"
         + (", without a network." if without_network() else "."),
         "",
         table(found),

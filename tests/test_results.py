@@ -124,9 +124,9 @@ def plan(tmp_path, monkeypatch, capsys):
     return planned
 
 
-OTHERS = ["dynamics", "serve", "batch-size", *results.STUDY]
+OTHERS = ["dynamics", "pass-rate", "serve", "batch-size", *results.STUDY]
 EVERY_PAGE = ["bench-packed", "bench-packed-q4_k_m", "bench-packed-sampled", "rows", "llamacpp-examples"]
-EVERY_PAGE += ["packed-accuracy", "packed-step", *OTHERS, "trained"]
+EVERY_PAGE += ["startup", "packed-accuracy", "packed-step", *OTHERS, "trained"]
 
 
 def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
@@ -180,7 +180,7 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
         "llama.cpp in bench-packed: left out; it ends its process on build/results/broken.Q4_0.gguf"
         in printed
     )
-    assert list(plan(model="")[0]) == ["rows", *OTHERS]
+    assert list(plan(model="")[0]) == ["rows", "startup", *OTHERS]
 
 
 def test_a_page_is_made_once_by_a_commit_and_command(plan, tmp_path):
