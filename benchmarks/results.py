@@ -80,6 +80,11 @@ CHINESE = {
     r"\3 个超过 1.1 倍，最慢 \4。",
     r" In plain decoding's second run it was (\d+), (\d+) and ([\d.]+), which is noise\.": r"普通解码第二次运行为"
     r" \1、\2 和 \3，即噪声。",
+    r"llama\.cpp's own programs, built natively, are faster than its Python package in the table: at most (\d+) "
+    r"tokens/s in plain decoding and (\d+) with drafts \((.*?)\) on three data sets": (
+        r"llama.cpp 自带的程序（本机编译）比表中它的 Python 包快：在三个数据集上，普通解码最高每秒 \1 个 token，"
+        r"使用草稿最高 \2（\3）"
+    ),
     r"\| equal \|": "| 一致 |",
     r"(\d+) of (\d+)": r"\1/\2",
     r"ours, plain decoding": "本库，普通解码",
@@ -97,9 +102,7 @@ CHINESE = {
     r"llama\.cpp is compiled when it is built\.": (
         r"**首次使用**：每台机器一次，\1，用来编译算子并测量单步耗时；llama.cpp 在构建时就已编译。"
     ),
-    r"Medians of five runs with their range \(\[the page\]\((.*?)\)\)\.": (
-        r"五次运行的中位数与范围（[结果页](\1)）。"
-    ),
+    r"Medians of five runs with their range": "五次运行的中位数与范围",
 }
 
 
@@ -337,6 +340,26 @@ def slower(facts: dict[str, Any]) -> str:
     return text
 
 
+def own_programs(figures: dict[str, list[list[str]]]) -> str:
+    """The fastest of llama.cpp's own programs, plain and with drafts; the table has its Python package."""
+
+    def best(drafts: bool) -> tuple[float, str]:
+        plain = ("llama-bench, plain", "llama-server, none")
+        return max(
+            (float(row[3]), row[0])
+            for rows in figures.values()
+            for row in rows
+            if row[0].startswith("llama-") and (row[0] in plain) != drafts
+        )
+
+    (plain, _), (drafted, mode) = best(False), best(True)
+    return (
+        "llama.cpp's own programs, built natively, are faster than its Python package in the table: at most "
+        f"{plain:.0f} tokens/s in plain decoding and {drafted:.0f} with drafts ({mode}) on three data sets "
+        "([the page](docs/results/llamacpp-examples.md))."
+    )
+
+
 def behind(found: dict[str, Any]) -> str:
     """Start-up, memory and first use as a list."""
     shown = startup.cells(found)
@@ -369,6 +392,9 @@ def readme(text: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
         prompts = re.search(r"--limit (\d+)", facts["command"])
         size = f"Prompts of each set: {prompts[1]}. " if prompts else ""
         blocks["speeds"] = f"{size}{where}\n\n{speeds(facts)}\n\n{slower(facts)}"
+        page = RESULTS / "llamacpp-examples.json"
+        if page.is_file():
+            blocks["speeds"] += " " + own_programs(json.loads(page.read_text())["figures"])
     page = RESULTS / "startup.json"
     if page.is_file():
         blocks["behind"] = behind(json.loads(page.read_text())["figures"])
