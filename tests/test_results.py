@@ -207,10 +207,16 @@ def test_a_failed_peer_says_why_in_the_readme(tmp_path, monkeypatch):
     assert table.endswith("\n| llama.cpp, Q4_0 | – | – | – | RuntimeError: no memory |")
 
 
-def test_a_page_is_computed_from_its_records_and_has_its_figure_as_svg(tmp_path, monkeypatch):
+@pytest.fixture
+def own_folders(tmp_path, monkeypatch):
+    """Pages and records lie in the test's folder, and no program runs."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(results, "RECORDS", tmp_path / "build")
     monkeypatch.setattr(results, "subprocess", SimpleNamespace(run=lambda *given, **named: None))
+
+
+@pytest.mark.usefixtures("own_folders")
+def test_a_page_is_computed_from_its_records_and_has_its_figure_as_svg(tmp_path):
     store = Records(tmp_path / "build" / "bench-x")
     model, options = ModelUnderTest("fake", FakeTarget(32)), RunOptions(max_new_tokens=20, repeats=1)
     run(["prompt-lookup"], [[1, 2, 3, 1, 2, 3]], model, options, store)
@@ -223,11 +229,9 @@ def test_a_page_is_computed_from_its_records_and_has_its_figure_as_svg(tmp_path,
     assert results.side_by_side("bench-x") == (page, facts)
 
 
-def test_records_of_other_runs_in_the_folder_are_not_on_the_page(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("own_folders")
+def test_records_of_other_runs_in_the_folder_are_not_on_the_page(tmp_path):
     """The folder keeps the records of an earlier commit, and of a larger limit."""
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    monkeypatch.setattr(results, "RECORDS", tmp_path / "build")
-    monkeypatch.setattr(results, "subprocess", SimpleNamespace(run=lambda *given, **named: None))
     store = Records(tmp_path / "build" / "bench-x")
     model, options = ModelUnderTest("fake", FakeTarget(32)), RunOptions(max_new_tokens=20, repeats=1)
     old = run([], [[1, 2, 3]], model, options)
