@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from lookahead.core import Request
+from lookahead.core import Request, Start, TokenTree
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.drafters.adaptive.memory import NODE, SIZES, STEP
@@ -102,6 +102,22 @@ def test_pauses_grow_until_unused_trees_cost_little_and_end_with_a_draft(draftin
     assert rule.pause == 0
     rule.count_grown(1, 1.0, 1)
     assert rule.pause == 1
+
+
+def test_one_row_also_costs_the_drafting_of_the_tree_that_it_leaves_unused():
+    """Without it, two rows that cost 0.12, of which 0.08 has been spent, would need a probability of 0.12."""
+    curve = CostCurve({0: {1: 1.0, 2: 1.12, 64: 9.5}}, drafting=0.08)
+    state = Adaptive().start(Start([1, 2, 3], 4, vocabulary=64, cost_curve=curve))
+    state.draft(64)
+    costs = state._grower.memory.costs
+    assert choose(Grown([1.0, 0.1], costs)) == 2
+    assert choose(Grown([1.0, 0.02], costs)) == 1
+    # The sequence's rate counts it too.
+    state.observe(TokenTree(4), FakeTarget(64).prefill([(0, [1, 2, 3, 4])])[0], [0], [5])
+    assert state._rule._cost == pytest.approx(1.08 / 64)
+    # A curve that claims that drafting costs more than the second row must not make two rows cheaper than one.
+    state._grower.use_costs(*curve.table(64, 0), drafting=0.5)
+    assert state._grower.memory.costs[1] == state._grower.memory.costs[2]
 
 
 def test_the_window_pays_where_its_rows_bring_more_than_they_cost():

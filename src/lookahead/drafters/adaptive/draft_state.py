@@ -130,7 +130,7 @@ class AdaptiveDraftState(DraftState):
             self._costs, self._slopes = self._curve.table(size, context, batch)
             self._rule.drafting = self._curve.drafting_of(batch, context)
         if self._grower is not None:
-            self._grower.use_costs(self._costs, self._slopes)
+            self._grower.use_costs(self._costs, self._slopes, self._rule.drafting)
 
     def _may_pay(self) -> bool:
         """Whether to grow a tree: not during a pause, nor if even certain rows would cost more than they gain."""
@@ -156,7 +156,7 @@ class AdaptiveDraftState(DraftState):
                 head=self._head,
                 table=self._table if "base" in config.sources else None,
             )
-            grower.use_costs(self._costs, self._slopes)
+            grower.use_costs(self._costs, self._slopes, self._rule.drafting)
             if config.window_size and not config.chain:
                 self._window = WindowSource(
                     config.window_size, config.ngram_size, self._prompt, self._eos, config.seed
@@ -194,7 +194,8 @@ class AdaptiveDraftState(DraftState):
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
         # The averages of the rule include steps without a tree.
         rows = min(len(tree), len(self._costs) - 1)
-        self._rule.count(len(tokens), float(self._costs[rows]) + self._guessed)
+        unused = self._rule.drafting if self._grown and rows == 1 else 0.0
+        self._rule.count(len(tokens), float(self._costs[rows]) + unused + self._guessed)
         self._plain_steps += len(tree) == 1
         grower = self._grower
         if not self._grown or grower is None:

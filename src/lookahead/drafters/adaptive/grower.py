@@ -180,9 +180,16 @@ class Grower:
         names = [name for name, tokens in proposed.items() if token in tokens]
         return names or ["jacobi"]  # this step's answers have already replaced those that proposed it
 
-    def use_costs(self, costs: Any, slopes: Any) -> None:
-        """Choose rows by these costs (``CostCurve.table``) from now on. Initially, every row is free."""
+    def use_costs(self, costs: Any, slopes: Any, drafting: float = 0.0) -> None:
+        """Choose rows by these costs (``CostCurve.table``) from now on. Initially, every row is free.
+
+        Args:
+            costs: c(k) by k. They include drafting from k = 2 on.
+            slopes: the smallest cost per additional row by k.
+            drafting: the cost of drafting. When the rule chooses, the tree has been grown, so k = 1 costs it too.
+        """
         self.memory.costs[:] = costs
+        self.memory.costs[1:2] = np.minimum(costs[1:2] + drafting, costs[2:3])
         self.memory.slopes[:] = slopes
 
     def price(self, rate: float, bias: float) -> None:

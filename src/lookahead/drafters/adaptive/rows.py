@@ -5,7 +5,8 @@ sequence's recent number of tokens per plain step's time, at least 1. A step get
 
     F(k) + EXPLORATION * (k - 1) - r * c(k)
 
-k = 1 is always a candidate. Maximising F(k) / c(k) in each step does not give the best long-run rate; maximising the
+k = 1 is always a candidate. Its cost is 1 plus that of drafting, because the tree has been grown when the rule
+chooses. Maximising F(k) / c(k) in each step does not give the best long-run rate; maximising the
 difference, with the long-run rate as the price of a plain step's time, does (renewal reward). An example:
 
     k                        1     2     4     6     8    12    16
