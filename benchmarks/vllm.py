@@ -28,6 +28,7 @@ from lookahead.bench.record import commit, environment, key_of
 from lookahead.bench.report import markdown_table
 from lookahead.cli.shared import numbers
 from lookahead.core import LookaheadError, SettingsError
+from lookahead.drafters.adaptive.settings import SOURCES
 
 from .chain_s import table
 from .datasets import SETS, load_workload
@@ -42,11 +43,11 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "plain, a second run": None,
     NGRAM: {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
     "suffix": {"method": "suffix"},
-    OURS: _OURS,
     "ours, always drafting": _OURS,
+    OURS: _OURS,
 }
-#: additional_config of a method. Always drafting shows the value of drafts when rows are free.
-ADDITIONAL = {"ours, always drafting": {"lookahead": "adaptive:rows=64:sources=suffix+logits+jacobi+corpus"}}
+#: additional_config of a method. Always drafting shows the value of drafts when rows are free, as on most GPUs.
+ADDITIONAL = {"ours, always drafting": {"lookahead": f"adaptive:rows=64:sources={'+'.join(SOURCES)}"}}
 Record = dict[str, Any]
 
 

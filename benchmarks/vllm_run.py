@@ -16,6 +16,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+#: Tokens of the warm-up.
+WARM_UP = 128
 #: Marks the line with the result, because the engine prints too.
 RESULT = "RESULT "
 
@@ -34,7 +36,9 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
         output_kind=RequestOutputKind.DELTA,
     )
     engine, prompts = llm.llm_engine, given["prompts"]
-    llm.generate({"prompt_token_ids": [1, 2, 3]}, vllm.SamplingParams(max_tokens=4), use_tqdm=False)
+    # Warm up with as many requests. The first run of a method that measures the cost of steps does so here.
+    short = [{"prompt_token_ids": [1, 2, 3 + number]} for number in range(given["clients"])]
+    llm.generate(short, vllm.SamplingParams(max_tokens=WARM_UP, ignore_eos=True), use_tqdm=False)
     texts: list[list[int]] = [[] for _ in prompts]
     steps, sent, running = [0] * len(prompts), 0, set()
     emitted, durations = 0, []

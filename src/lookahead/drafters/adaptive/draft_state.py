@@ -87,6 +87,12 @@ class AdaptiveDraftState(DraftState):
         self._offered = 0.0
         self._accepted = 0
 
+    def use_curve(self, curve: CostCurve) -> None:
+        """Choose rows by this cost curve from now on."""
+        if curve is not self._curve:
+            self._curve = curve
+            self._table_of = (-1, -1)
+
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
         self._choose_table(batch)
         limit = min(max_rows, self._settings.most_rows)
@@ -241,8 +247,8 @@ class AdaptiveDraftState(DraftState):
         for number in range(8 * rows):
             if len(tree) >= rows:
                 break
-            parent = number % len(tree)
-            if tree.depths[parent] < max(1, deepest):
+            parent = len(tree) - 1 if self._settings.chain else number % len(tree)
+            if self._settings.chain or tree.depths[parent] < max(1, deepest):
                 tree.add(31 * number % vocabulary, parent, needs_logits=True)
         if self._grower is not None:
             self._grower.adopt(tree)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...core import Drafter, DraftState, SettingsError, Start
+from ...core import Drafter, SettingsError, Start
 from ..checks import text_form
 from .settings import AdaptiveSettings
 
 if TYPE_CHECKING:
+    from .draft_state import AdaptiveDraftState
     from .state import AdaptiveState
 
 
@@ -70,7 +71,7 @@ class Adaptive(AdaptiveSettings, Drafter):
     def wanted_head(self) -> str | None:
         return self.head
 
-    def start(self, sequence: Start) -> DraftState:
+    def start(self, sequence: Start) -> AdaptiveDraftState:
         from .draft_state import AdaptiveDraftState  # imports numpy and numba
 
         return AdaptiveDraftState(self, self.state, sequence)

@@ -348,10 +348,17 @@ def model_key(model: Any, path: str = "") -> str:
         model: a transformers model.
         path: the path of the target that evaluates it.
     """
-    config = model.config.get_text_config(decoder=True).to_dict()
-    shape = {key: value for key, value in config.items() if isinstance(value, int) and key != "eos_token_id"}
-    parts = (type(model).__name__, json.dumps(shape, sort_keys=True), *_numbers_of(model), path)
+    parts = (type(model).__name__, config_key(model.config), *_numbers_of(model), path)
     return "|".join(str(part) for part in parts)
+
+
+def config_key(config: Any) -> str:
+    """The shape of a model as JSON: the integers of its transformers configuration; None gives an empty text."""
+    if config is None:
+        return ""
+    entries = config.get_text_config(decoder=True).to_dict().items()
+    shape = {key: value for key, value in entries if isinstance(value, int) and key != "eos_token_id"}
+    return json.dumps(shape, sort_keys=True)
 
 
 def _numbers_of(model: Any) -> tuple[Any, Any]:
