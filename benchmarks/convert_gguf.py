@@ -53,6 +53,22 @@ def convert(source: Path, out: Path, name: str) -> None:
     writer.close()
 
 
+def export(source: Path, out: Path) -> None:
+    """Write a folder of transformers in bfloat16: configuration, weights and tokenizer."""
+    from transformers import AutoTokenizer
+
+    import lookahead
+
+    model = lookahead.load(source, dtype="bfloat16").model
+    # The weights are decoded; transformers would refuse to write them otherwise.
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(out)
+
+
 def _quantized(source: Path, out: Path, kind: LlamaFileType) -> None:
     """A file by llama.cpp's quantizer, which chooses the format of each tensor."""
     import llama_cpp

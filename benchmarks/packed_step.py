@@ -1,8 +1,9 @@
 """Packed files alongside llama.cpp on the same file: start-up, memory, t(k), a prompt of 512 tokens, 16 sequences.
 
     python -m benchmarks.packed_step                                    the default model's own file
-    python -m benchmarks.packed_step --types own Q8_0 Q4_K_M 0.5B       conversions of it, and random weights of a
-                                                                        Qwen2.5-0.5B shape in Q4_K_M
+    python -m benchmarks.packed_step --types own Q8_0 Q4_K_M 0.5B 1B    conversions of it, and random weights of the
+                                                                        shapes of Qwen2.5-0.5B in Q4_K_M and
+                                                                        Llama-3.2-1B in Q4_0
 
 t(k) is the time of one step of k rows, all with logits, after 128 tokens. llama.cpp evaluates the same trees, through
 this library's engine for it. The two alternate; medians of the rounds are printed. The floor is the bytes of the
@@ -39,7 +40,11 @@ from .convert_gguf import convert
 from .page import write_page
 from .step import SHAPES, read_bandwidth, sample_tree
 
-OWN, SHAPE = "own", "0.5B"
+OWN = "own"
+#: Name of a shape with random weights -> its format.
+OF_SHAPES = {"0.5B": "Q4_K_M", "1B": "Q4_0"}
+#: Rounds of a shape's steps, which take long.
+FEW_ROUNDS = 5
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT, PROMPT, SEQUENCES = 128, 512, 16
 OURS, THEIRS = "ours", "llama.cpp"
@@ -61,9 +66,9 @@ LOADED = {
 }
 
 
-def write_shape(source: Path, out: Path) -> None:
-    """Random fp16 weights of a Qwen2.5-0.5B shape, with the tokenizer of ``source`` padded to its vocabulary."""
-    hidden, layers, heads, key_heads, size, inner, vocabulary = SHAPES["0.5b"]
+def write_shape(source: Path, out: Path, shape: str) -> None:
+    """Random fp16 weights of a shape, with the tokenizer of ``source`` padded to its vocabulary."""
+    hidden, layers, heads, key_heads, size, inner, vocabulary = SHAPES[shape.lower()]
     reader, random = GGUFReader(source), np.random.default_rng(0)
     writer = GGUFWriter(out, "qwen2")
     writer.add_context_length(4096)
@@ -119,17 +124,16 @@ def file_of(kind: str, source: Path, folder: Path) -> Path:
     """The file of a type, created if missing."""
     if kind == OWN:
         return source
-    out = (
-        folder
-        / f"{source.stem if kind != SHAPE else 'shape-0.5B'}.{kind if kind != SHAPE else 'Q4_K_M'}.gguf"
-    )
+    is_shape = kind in OF_SHAPES
+    stem = f"shape-{kind}" if is_shape else source.stem
+    out = folder / f"{stem}.{OF_SHAPES.get(kind, kind)}.gguf"
     if not out.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         half = out.with_suffix(".part")
-        if kind == SHAPE:
-            wide = folder / "shape-0.5B.F16.gguf"
-            write_shape(source, wide)
-            convert(wide, half, "Q4_K_M")
+        if is_shape:
+            wide = folder / f"{stem}.F16.gguf"
+            write_shape(source, wide, kind)
+            convert(wide, half, OF_SHAPES[kind])
             wide.unlink()
         else:
             convert(source, half, kind)
@@ -272,7 +276,7 @@ def measure_memory_again(out: Path, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
-    add("--types", nargs="+", default=[OWN], choices=[OWN, "Q8_0", "Q4_K_M", SHAPE])
+    add("--types", nargs="+", default=[OWN], choices=[OWN, "Q8_0", "Q4_K_M", *OF_SHAPES])
     add("--rounds", type=int, default=15)
     add("--starts", type=int, default=5)
     add("--folder", type=Path, default=Path("build/results"), help="where conversions are kept")
@@ -284,9 +288,13 @@ def main() -> None:
     where, folder = environment(), default_model()
     source, load, lines = folder.folder / folder.file, os.getloadavg()[0], []
     for kind in given.types:
-        lines.append(measure(kind, file_of(kind, source, given.folder), given.rounds, given.starts))
+        rounds = min(given.rounds, FEW_ROUNDS) if kind in OF_SHAPES else given.rounds
+        lines.append(measure(kind, file_of(kind, source, given.folder), rounds, given.starts))
         print(lines[-1], flush=True)
-    names = "SmolLM2-135M-Instruct" + " and random weights of a 0.5B shape" * (SHAPE in given.types)
+    shapes = [kind for kind in given.types if kind in OF_SHAPES]
+    names = "SmolLM2-135M-Instruct"
+    if shapes:
+        names += f" and random weights of shapes of {' and '.join(shapes)}"
     record = {**where, "model": names, "dtype": "packed weights", "load": load}
     write_page(
         given.out, "Packed files: start, memory and steps beside llama.cpp", record, lines, page(lines)

@@ -4,9 +4,10 @@
     python -m benchmarks.results --data DIR --only bench-packed    only pages with this prefix
     python -m benchmarks.results --readme        the README's figures from the committed pages alone
 
-A page made by the same command at the same commit is not made again, and records survive an interrupt, so the same
-command continues. Peers are llama-cpp-python and openvino-genai, on conversions of the model's file by
-convert_gguf.py, and llama.cpp's own programs, if --llamacpp-bin names their folder.
+A page made by the same command from the same code (the tree of src) is not made again, and records survive an
+interrupt, so the same command continues, also after pages have been committed. Peers are llama-cpp-python and
+openvino-genai, on conversions of the model's file by convert_gguf.py, llama.cpp's own programs, if --llamacpp-bin
+names their folder, and vLLM, if `make vllm` has installed it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lookahead.bench.report import markdown_table, page_of
 from lookahead.cli.bench import command_line
 
 from . import startup
-from .convert_gguf import BY_LLAMA_CPP, convert
+from .convert_gguf import BY_LLAMA_CPP, convert, export
 from .datasets import SETS
 from .paper import committed
 
@@ -48,12 +49,16 @@ STUDY = {
     "parallel": (1, 60),
     "attention": (1, 15),
 }
+#: Data sets of the page of transformers, which is slow.
+FEW = ("humaneval", "gsm8k", "mt-bench")
 #: How often each prompt is decoded on the pages of packed weights.
 REPEATS = 3
 #: Data sets of llama.cpp's own examples.
 EXAMPLES = ("stdlib", "humaneval", "mt-bench")
 #: Weights of the trained drafters.
 TRAINED = ("build/medusa.safetensors", "build/eagle.safetensors")
+#: A Python with vLLM and this package.
+VLLM = "build/vllm-0.32.0/bin/python"
 #: The page whose table is in the README.
 IN_README = "bench-packed"
 #: method in the records -> name in the README; other methods are on the page only
@@ -113,6 +118,7 @@ class Step:
     name: str
     words: tuple[str, ...]  # of Python
     minutes: float
+    python: str = sys.executable
 
     @property
     def page(self) -> Path:
@@ -120,16 +126,17 @@ class Step:
         return RESULTS / f"{self.name}.json"
 
     def is_done(self) -> bool:
-        """Whether the page was made by this command at this commit."""
+        """Whether the page was made by this command from this code."""
         if not self.page.is_file():
             return False
         facts = json.loads(self.page.read_text())
         command = command_line(list(self.words[2:]), f"python -m {self.words[1]}")
-        return facts["command"] == command and f"commit {commit()}," in facts["where"]
+        made = re.search(r"commit ([^,]+),", facts["where"])
+        return facts["command"] == command and made is not None and same_code(made[1], commit())
 
     def run(self) -> None:
         """Make the page."""
-        subprocess.run([sys.executable, *self.words], cwd=ROOT, check=True)
+        subprocess.run([self.python, *self.words], cwd=ROOT, check=True)
         folder = RECORDS / self.name
         if not (folder / "summary.json").is_file():  # the command has written the page itself
             return
@@ -142,6 +149,16 @@ class Step:
         (RESULTS / f"{self.name}.md").write_text(text, encoding="utf-8")
         self.page.write_text(facts, encoding="utf-8")
         shutil.copy(folder / "tokens-per-second.svg", RESULTS / f"{self.name}.svg")
+
+
+def same_code(one: str, other: str) -> bool:
+    """Whether two commits have the same library code. A plus sign stands for changes that are not committed."""
+    if one == other:
+        return True
+    if "+" in one + other:
+        return False
+    command = ["git", "diff", "--quiet", one, other, "--", "src"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
 
 
 def side_by_side(name: str) -> tuple[str, str]:
@@ -213,14 +230,20 @@ def steps(given: Sources) -> list[Step]:
     if model is not None:
         plan("packed-accuracy", 15, "packed_accuracy", model, *data)
         if has_llama_cpp:
-            plan("packed-step", 8, "packed_step", "--types", "own", "Q8_0", "Q4_K_M", "0.5B")
+            plan("packed-step", 14, "packed_step", "--types", "own", "Q8_0", "Q4_K_M", "0.5B", "1B")
     plan("dynamics", 2 * given.half, "dynamics", *data, "--limit", given.half)
     plan("pass-rate", 5, "pass_rate", *data)
-    # Several sequences.
+    # Several sequences, and vLLM.
     beside = model is not None and has_llama_cpp
     words = [*([model] if model else []), *(["--against", f"llamacpp:{model}"] if beside else [])]
     plan("serve", 18 if beside else 4, "serve", *words, "--out", "docs/results")
     plan("batch-size", max(3, 2 * limit), "batch_size", *data, "--limit", limit)
+    if model is None or not (ROOT / VLLM).is_file():
+        _left_out("vllm", why=f"it needs the default model and {VLLM}, which `make vllm` installs")
+    else:
+        words = [_exported(model), *data, "--limit", max(1, limit // 4), "--tokens", 48, "--clients", "1,16"]
+        words = ["-m", "benchmarks.vllm", *map(str, words), "--out", "docs/results/vllm"]
+        planned.append(Step("vllm", tuple(words), 10 + 10 * max(1, limit // 4), python=str(ROOT / VLLM)))
     # The paper's results, and trained drafters.
     for name, (prompts, minutes) in STUDY.items():
         words = [name, *data, "--limit", prompts * limit, "--records", f"build/results/{name}"]
@@ -238,7 +261,7 @@ def _left_out(*names: str, why: str) -> None:
 
 
 def _packed(given: Sources) -> list[Step]:
-    """Packed weights, the default: greedy in two formats, and the model's own file sampled.
+    """Packed weights, the default: greedy in two formats, and the model's own file sampled; and weights in bf16.
 
     Each peer gets its best format of about as many bits: llama.cpp Q4_0 and IQ4_NL, which it repacks while loading,
     and OpenVINO GenAI Q4_0; ours gets the same Q4_0 file. Q4_K_M is the most common file. llama.cpp's own prompt
@@ -273,6 +296,14 @@ def _packed(given: Sources) -> list[Step]:
         words += ["--temperature", str(temperature)] if temperature else []
         words += ["--method", " ".join(methods), "--out", f"build/results/{name}"]
         planned.append(Step(name, tuple(words), minutes * limit))
+    # transformers evaluates the same weights in bf16.
+    words = ["-m", "benchmarks.side_by_side", "--dtype", "bfloat16"]
+    words += [part for workload in FEW for part in ("--workload", workload)]
+    words += ["--data", str(given.data), "--limit", str(max(1, given.limit // 5)), "--repeats", str(REPEATS)]
+    words += ["--no-warm", "--method", "prompt-lookup adaptive hf-greedy hf-prompt-lookup"]
+    planned.append(
+        Step("bench-bf16", (*words, "--out", "build/results/bench-bf16"), 5 * max(1, given.limit // 5))
+    )
     return planned
 
 
@@ -294,6 +325,14 @@ def _convert(model: Path, file: Path, kind: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         convert(model, file.with_suffix(".part"), kind)
         file.with_suffix(".part").rename(file)
+
+
+def _exported(model: Path) -> Path:
+    """The model as a folder of bf16 weights below the repository's folder, for vLLM; made unless it exists."""
+    folder = Path(f"build/results/{_stem(model)}.BF16")
+    if not (ROOT / folder / "config.json").is_file():
+        export(model, ROOT / folder)
+    return folder
 
 
 def _evaluates(file: Path) -> bool:

@@ -113,6 +113,7 @@ def plan(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(results, "convert", lambda source, out, kind: out.touch())
+    monkeypatch.setattr(results, "export", lambda source, out: None)
     monkeypatch.setattr(results, "_evaluates", lambda file: "broken" not in file.name)
 
     def planned(packages=(), model="SmolLM2.Q4_1.gguf", limit=10, **given):
@@ -125,13 +126,22 @@ def plan(tmp_path, monkeypatch, capsys):
 
 
 OTHERS = ["dynamics", "pass-rate", "serve", "batch-size", *results.STUDY]
-EVERY_PAGE = ["bench-packed", "bench-packed-q4_k_m", "bench-packed-sampled", "rows", "llamacpp-examples"]
-EVERY_PAGE += ["startup", "packed-accuracy", "packed-step", *OTHERS, "trained"]
+EVERY_PAGE = ["bench-packed", "bench-packed-q4_k_m", "bench-packed-sampled", "bench-bf16", "rows"]
+EVERY_PAGE += [
+    "llamacpp-examples",
+    "startup",
+    "packed-accuracy",
+    "packed-step",
+    *OTHERS[:4],
+    "vllm",
+    *OTHERS[4:],
+]
+EVERY_PAGE += ["trained"]
 
 
 def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
-    for weights in (*results.TRAINED, "build/text"):
-        (tmp_path / weights).parent.mkdir(exist_ok=True)
+    for weights in (*results.TRAINED, "build/text", results.VLLM):
+        (tmp_path / weights).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / weights).touch()
     pages, printed = plan(["llama_cpp", "openvino_genai"], llamacpp_bin=tmp_path / "bin")
     assert list(pages) == EVERY_PAGE
@@ -157,7 +167,9 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
 
 def test_what_the_plan_leaves_out_is_a_line(plan):
     pages, printed = plan(["llama_cpp"])
-    assert list(pages) == [name for name in EVERY_PAGE if name not in ("llamacpp-examples", "trained")]
+    assert list(pages) == [
+        name for name in EVERY_PAGE if name not in ("llamacpp-examples", "vllm", "trained")
+    ]
     assert (
         "llamacpp-examples: left out; --llamacpp-bin must name the folder of llama.cpp's programs\n"
         in printed
@@ -166,6 +178,7 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
         "trained: left out; build/medusa.safetensors and build/eagle.safetensors and build/text must"
         in printed
     )
+    assert "vllm: left out; it needs the default model and build/vllm-0.32.0/bin/python" in printed
     pages, printed = plan()
     assert [name for name in pages if "packed" in name] == [
         "bench-packed",
@@ -193,6 +206,34 @@ def test_a_page_is_made_once_by_a_commit_and_command(plan, tmp_path):
     assert not plan(limit=1)[0]["parallel"].is_done()
     step.page.write_text(json.dumps(facts | {"where": "a machine, commit 0123456789ab, a model"}))
     assert not step.is_done()
+
+
+def test_a_commit_of_pages_alone_needs_no_new_measurement(tmp_path, monkeypatch):
+    def git(*words):
+        done = subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert not done.returncode, done.stderr
+        return done.stdout.strip()
+
+    commits = []
+    git("init", "--quiet")
+    for place in ("src/code.py", "docs/page.md", "src/code.py"):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).write_text(f"{len(commits)}")
+        git("add", ".")
+        git("commit", "--quiet", "-m", "a change")
+        commits.append(git("rev-parse", "--short=12", "HEAD"))
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    code, page, changed = commits
+    assert results.same_code(code, page)
+    assert not results.same_code(page, changed)
+    assert not results.same_code(code, f"{page}+"), "changes that are not committed"
+    assert results.same_code(f"{page}+", f"{page}+")
+    assert not results.same_code("version 0.1.0", page)
 
 
 def test_a_failed_peer_says_why_in_the_readme(tmp_path, monkeypatch):
