@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lookahead
 from fake_cuda import TOTAL, FakeCuda
 from families import tiny_model
-from lookahead import attention, load, loading
+from lookahead import attention, load
 from lookahead.core import SettingsError, TokenTree
 from lookahead.targets import cuda, cuda_graphs
 from lookahead.targets.attention_hook import TreeAttention
@@ -29,7 +30,7 @@ from lookahead.targets.cuda_graphs import (
     division,
 )
 from lookahead.targets.equivalence import trial_tree
-from lookahead.targets.paths import make_target, probe
+from lookahead.targets.paths import limit_graphs, make_target, probe
 from lookahead.testing import assert_same_as_autoregressive
 
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
@@ -287,7 +288,7 @@ def test_the_least_recently_used_graphs_make_room(model, device):
 def test_graph_memory_is_a_setting(model, device, monkeypatch, share, kept):
     """Each capture takes 3 % of the device; the share says how many fit."""
     monkeypatch.setattr(cuda_graphs, "memory_shares", weakref.WeakKeyDictionary())
-    loading._limit_graphs(model, share)
+    limit_graphs(model, share)
     device.cost = 3 * TOTAL // 100
     target = captured(model, 64)
     target.prefill([(0, PROMPTS[0])])
@@ -312,6 +313,20 @@ def test_graph_memory_is_a_setting(model, device, monkeypatch, share, kept):
 def test_a_share_of_no_gpu_is_an_error(given, message):
     with pytest.raises(SettingsError, match=message):
         load("tiny", device="cpu", **given)
+
+
+@pytest.mark.parametrize("share", [0.3, 0, 1.5])
+def test_a_share_of_no_gpu_is_an_error_in_custom_generate(model, share):
+    """It is refused by name, and the model's own ``generate`` passes it on."""
+    with pytest.raises(
+        SettingsError, match=r"graph_memory (limits captured|must be above 0 and at most 1, got)"
+    ):
+        model.generate(
+            torch.tensor([PROMPTS[0]]),
+            custom_generate=lookahead.generate,
+            max_new_tokens=4,
+            graph_memory=share,
+        )
 
 
 def test_a_share_of_no_gpu_is_an_error_for_packed_weights_too():

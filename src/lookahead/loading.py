@@ -21,12 +21,10 @@ from .integrations.llamacpp.model import LlamaCppModel
 from .llm import LLM
 from .models.blueprint import Unsupported
 from .options import LoadOptions, refuse_unknown
-from .targets import paths
 from .targets.cpu.packed_model import PackedModel, quantizable, quantize_model, read_model
 from .targets.fingerprint import forget
 from .targets.limits import GRAPH_MEMORY
-from .targets.own_model import OwnModel
-from .targets.paths import make_target, probe
+from .targets.paths import limit_graphs, make_target, probe
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +166,7 @@ def load_with(chosen: LoadOptions) -> LLM:
         if chosen.weights is not None:
             model = _quantize(model, chosen.weights)
     if chosen.graph_memory != GRAPH_MEMORY:
-        _limit_graphs(model, chosen.graph_memory)
+        limit_graphs(model, chosen.graph_memory)
 
     # Probe it.
     tokenizer, missing = checkpoint.read_tokenizer()
@@ -219,17 +217,6 @@ def _check_engine(chosen: LoadOptions) -> None:
             f"{getattr(chosen, given[0])!r}; leave one of the two out"
         )
     library()
-
-
-def _limit_graphs(model: Any, share: float) -> None:
-    """Set the share of a GPU's memory for the captured passes of a model."""
-    if isinstance(model, OwnModel) or not paths.on_gpu(model):
-        raise SettingsError(
-            f"graph_memory limits captured passes on a GPU, but the model is on {model.device}; leave it out"
-        )
-    from .targets.cuda_graphs import memory_shares
-
-    memory_shares[model] = share
 
 
 def _read_llamacpp(checkpoint: Checkpoint, chosen: LoadOptions) -> LlamaCppModel:

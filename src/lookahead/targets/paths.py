@@ -127,6 +127,23 @@ def on_gpu(model: PreTrainedModel) -> bool:
     return bool(model.device.type == "cuda")
 
 
+def limit_graphs(model: Any, share: float) -> None:
+    """Set the share of a GPU's memory that the captured passes of a model may take.
+
+    Raises:
+        SettingsError: the share is not above 0 and at most 1, or the model is on no GPU.
+    """
+    if not 0 < share <= 1:
+        raise SettingsError(f"graph_memory must be above 0 and at most 1, got {share}")
+    if isinstance(model, OwnModel) or not on_gpu(model):
+        raise SettingsError(
+            f"graph_memory limits captured passes on a GPU, but the model is on {model.device}; leave it out"
+        )
+    from .cuda_graphs import memory_shares
+
+    memory_shares[model] = share
+
+
 def _warn(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=5)
 

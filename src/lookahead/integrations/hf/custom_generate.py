@@ -20,7 +20,7 @@ from ...core import Engine, LookaheadError, Request, SettingsError, Stats, Targe
 from ...drafters import Adaptive, as_drafter
 from ...engine.admission import Admission
 from ...sampling import GeneratorNoise
-from ...targets.paths import make_target, probe
+from ...targets.paths import limit_graphs, make_target, probe
 from .batch_sequence import Criteria, Row, may_draw_ahead, row_processors
 from .caller import DROPPED, CustomGenerate
 from .past_key_values import KeepingTarget, fill_cache
@@ -43,6 +43,7 @@ def generate(
     drafter: Any = None,
     stats: list[Stats] | None = None,
     exact: bool = False,
+    graph_memory: float | None = None,
     tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
@@ -60,6 +61,7 @@ def generate(
             ``lookahead.as_drafter`` accepts; by default ``Adaptive()``.
         stats: a list; one ``Stats`` per sequence is appended.
         exact: allow only paths on which drafting changes no bit of the logits (docs/exactness.md).
+        graph_memory: on a GPU: share of its memory for captured passes of this model from now on; initially 0.1.
         tokenizer: as for ``model.generate``, for ``stop_strings``.
         **model_kwargs: the inputs that transformers prepared for its own loop.
 
@@ -94,6 +96,8 @@ def generate(
         return make_target(model, exact=exact)
 
     # The target and the engine.
+    if graph_memory is not None:
+        limit_graphs(model, graph_memory)
     if isinstance(chosen, Adaptive) and model.device.type == "cpu":
         from ...drafters.adaptive.measure import precompile  # imports numba
 
