@@ -1,4 +1,4 @@
-"""Trained and retrieving drafters, each in its smallest form, beside this library's own at equal rows.
+"""Trained and retrieval-based drafters in their smallest form, to compare with this library's own at equal rows.
 
-They propose; this library's loop verifies, so their output is that of plain decoding, as for any drafter.
+They only propose. This library's decoding loop verifies, so the output equals plain decoding, as with any drafter.
 """

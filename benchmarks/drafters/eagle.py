@@ -1,14 +1,14 @@
-"""An EAGLE-style head (Li et al., 2024, arXiv 2401.15077): one decoder layer that continues hidden states.
+"""An EAGLE-style head (Li et al., 2024, arXiv 2401.15077): one decoder layer that predicts hidden states.
 
-At each position the layer reads the hidden state under which the position's token was chosen and the token's
-embedding, attends to the earlier positions of the text, and guesses the next hidden state; the model's own output
-rows turn it into guesses, and the guessed state is the next position's input:
+At each position, the layer reads the embedding of the position's token and the hidden state from which that token was
+chosen. It attends to the earlier positions and predicts the next hidden state. The model's own output rows turn this
+state into logits, and the state is the input of the next position:
 
     x_i = W [h_i; e(y_i)],    g_i = layer(x_1 ... x_i),    logits_i = output rows * g_i
 
-Differences from EAGLE-1: the layer sees the completion and not the prompt, whose hidden states a prefill does not
-give; it can guess the ``SHORTLIST`` most frequent tokens; the loss is the cross-entropy with the model's
-probabilities, on true states and on states that the layer has guessed. The tree is fixed (``static_tree.SHAPES``).
+Differences from EAGLE-1: the layer sees only the completion, because a prefill does not return the prompt's hidden
+states; it predicts only the ``SHORTLIST`` most frequent tokens; and the loss is the cross-entropy with the model's
+probabilities, on true states and on predicted ones. The shape of the tree is fixed (``static_tree.SHAPES``).
 
     python -m benchmarks.drafters.eagle --text FOLDER --states FOLDER --out build/eagle.safetensors
 """
@@ -39,16 +39,25 @@ from lookahead.targets.light_head import row_readers, sizes_of
 
 from .static_tree import SHAPES
 
-HEAD_SIZE, INNER, SHORTLIST = 64, 1024, 8192
-#: Texts of a step, positions of each that are read, and the highest learning rate.
-BATCH, LENGTH, RATE = 8, 128, 2e-3
+#: Size of an attention head.
+HEAD_SIZE = 64
+#: Inner size of the feed-forward part.
+INNER = 1024
+#: Number of tokens that the layer can predict.
+SHORTLIST = 8192
+#: Texts of a training step.
+BATCH = 8
+#: Positions of each text in a training step.
+LENGTH = 128
+#: Highest learning rate.
+RATE = 2e-3
 
 
 class Layer(nn.Module):
     """The decoder layer.
 
     Args:
-        hidden: numbers of a hidden state, a multiple of ``HEAD_SIZE``.
+        hidden: size of a hidden state, a multiple of ``HEAD_SIZE``.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -66,22 +75,24 @@ class Layer(nn.Module):
     def forward(
         self, states: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor, past: Any, mask: Any
     ) -> tuple[torch.Tensor, Any]:
-        """(guessed states, keys and values with those of ``past``).
+        """(predicted states, keys and values of all rows including ``past``).
 
         Args:
             states, embedded: (B, n, hidden).
-            positions: of the rows, (n,).
+            positions: positions of the rows, (n,).
             past: keys and values of earlier rows, each (B, heads, m, ``HEAD_SIZE``), or None.
-            mask: (n, m + n), true where a row sees a column.
+            mask: (n, m + n), true where a row attends to a column.
         """
-        w, size = self.weights, (self.hidden,)
+        w = self.weights
+        size = (self.hidden,)
         both = torch.cat([rms_norm(states, size, self.norms[0]), rms_norm(embedded, size, self.norms[1])], -1)
         x = states + linear(both, w["fuse"])
         heads = linear(rms_norm(x, size, self.norms[2]), w["qkv"]).unflatten(-1, (3, -1, HEAD_SIZE))
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         query, key = (_rotated(part, positions) for part in (query, key))
         if past is not None:
-            key, value = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
+            key = torch.cat([past[0], key], 2)
+            value = torch.cat([past[1], value], 2)
         seen = scaled_dot_product_attention(query, key, value, attn_mask=mask)
         x = x + linear(seen.transpose(1, 2).flatten(2), w["merge"])
         z = rms_norm(x, size, self.norms[3])
@@ -92,28 +103,30 @@ def _rotated(part: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of (B, heads, n, ``HEAD_SIZE``)."""
     half = HEAD_SIZE // 2
     angles = positions[:, None] * 10_000.0 ** (-torch.arange(half) / half)
-    a, b = part[..., :half], part[..., half:]
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1).to(
-        part.dtype
-    )
+    a = part[..., :half]
+    b = part[..., half:]
+    rotated = torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+    return rotated.to(part.dtype)
 
 
 class Eagle:
-    """A trained layer with the model's own rows.
+    """A trained layer with the model's own embeddings and output rows.
 
     Args:
-        layer: the layer.
-        shortlist: the tokens that it can guess, (S,).
+        layer: the trained layer.
+        shortlist: ids of the tokens that it can predict, (shortlist,).
         embed, output: (tokens) -> the model's embeddings and output rows, fp32 (n, hidden).
     """
 
     def __init__(self, layer: Layer, shortlist: Any, embed: Any, output: Any) -> None:
-        self.layer, self.shortlist, self._embed = layer.requires_grad_(False), shortlist, embed
+        self.layer = layer.requires_grad_(False)
+        self.shortlist = shortlist
+        self._embed = embed
         self._output = torch.from_numpy(output(shortlist.tolist()))
 
     @classmethod
     def load(cls, path: Path, model: Any) -> Eagle:
-        """Read what ``save`` has written."""
+        """Load a file written by ``save``."""
         with safe_open(path, "pt") as file:
             parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         shortlist = parts.pop("shortlist").numpy()
@@ -122,17 +135,17 @@ class Eagle:
         return cls(layer, shortlist, *row_readers(model))
 
     def save(self, path: Path) -> None:
-        """Write the layer in bfloat16."""
+        """Save the layer in bfloat16."""
         tensors = {name: value.detach().bfloat16() for name, value in self.layer.state_dict().items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors | {"shortlist": torch.from_numpy(self.shortlist)}, path)
 
     def embedded(self, tokens: Sequence[int]) -> torch.Tensor:
-        """(1, n, hidden)."""
+        """Embeddings of tokens, (1, n, hidden)."""
         return torch.from_numpy(self._embed(tokens))[None]
 
     def best(self, guessed: torch.Tensor, width: int) -> list[list[int]]:
-        """The best tokens under each guessed state (n, hidden)."""
+        """The best tokens for each predicted state (n, hidden)."""
         places = linear(guessed, self._output).topk(width, -1).indices.numpy()
         tokens: list[list[int]] = self.shortlist[places].tolist()
         return tokens
@@ -140,11 +153,11 @@ class Eagle:
 
 @dataclass(frozen=True)
 class EagleDrafter(Drafter):
-    """Drafts a fixed tree of the layer's guesses.
+    """Drafts a fixed tree of the layer's predictions.
 
     Attributes:
-        rows: rows of a step, one of ``SHAPES``.
-        eagle: the layer.
+        rows: rows of a step, a key of ``SHAPES``.
+        eagle: the trained layer.
     """
 
     rows: int
@@ -160,13 +173,16 @@ class EagleState(DraftState):
     """Keys and values of accepted positions, and the positions that the layer has not read yet."""
 
     def __init__(self, eagle: Eagle, widths: tuple[int, ...], first: int) -> None:
-        self._eagle, self._widths, self._last = eagle, widths, first
+        self._eagle = eagle
+        self._widths = widths
+        self._last = first
         self._past: Any = None
-        self._unread: list[tuple[int, Any]] = []  # tokens, and the states under which they were chosen
+        self._unread: list[tuple[int, Any]] = []  # tokens, and the states from which they were chosen
 
     def _read(self) -> torch.Tensor:
-        """Read the accepted positions. Returns the state guessed under the last one, (1, hidden)."""
-        begin, count = (0 if self._past is None else self._past[0].shape[2]), len(self._unread)
+        """Read the accepted positions. Returns the state predicted at the last one, (1, hidden)."""
+        begin = 0 if self._past is None else self._past[0].shape[2]
+        count = len(self._unread)
         mask = torch.ones(count, begin + count, dtype=torch.bool).tril(begin)
         states = torch.from_numpy(np.stack([state for _, state in self._unread]))[None]
         embedded = self._eagle.embedded([token for token, _ in self._unread])
@@ -180,10 +196,11 @@ class EagleState(DraftState):
         tree.needs_hidden = True
         if not self._unread or not max_depth:
             return tree
-        guessed, nodes = self._read(), [0]
+        guessed = self._read()
+        nodes = [0]
         past = self._past
         begin = past[0].shape[2]
-        seen = torch.ones(1, begin, dtype=torch.bool)  # the columns that each node of the level sees
+        seen = torch.ones(1, begin, dtype=torch.bool)  # the columns that each node of this depth attends to
         for depth, width in enumerate(self._widths[:max_depth]):
             following = [
                 (index, tree.add(token, node, needs_logits=True))
@@ -195,7 +212,9 @@ class EagleState(DraftState):
             ]
             if depth + 1 == len(self._widths) or not following:
                 break
-            parents, nodes = [index for index, _ in following], [node for _, node in following]
+            # Predict the states of the new nodes; each attends to its ancestors and itself.
+            parents = [index for index, _ in following]
+            nodes = [node for _, node in following]
             seen = torch.cat([seen[parents], torch.eye(len(nodes), dtype=torch.bool)], 1)
             embedded = self._eagle.embedded([tree.tokens[node] for node in nodes])
             positions = torch.full((len(nodes),), begin + depth)
@@ -209,21 +228,34 @@ class EagleState(DraftState):
 
 
 def train(positions: Positions, embed: Any, output: Any, epochs: float) -> Eagle:
-    """Train a layer on a model's own text."""
+    """Train a layer on a model's own text.
+
+    Args:
+        positions: the text and its hidden states.
+        embed, output: (tokens) -> the model's embeddings and output rows.
+        epochs: number of training steps, in passes over the texts. Texts are drawn at random, and a step reads
+            ``LENGTH`` consecutive positions of each of its texts.
+    """
+    # The layer, and the place of each token in the shortlist (-1: not in it).
     torch.manual_seed(0)
     shortlist = positions.frequent(SHORTLIST)
     rows = torch.from_numpy(output(shortlist.tolist()))
     place = np.full(int(positions.ids.max()) + 1, -1)
     place[shortlist] = np.arange(len(shortlist))
     layer = Layer(rows.shape[1])
+
+    # Train on pieces of equal length, which need no padding.
     bounds = positions.bounds[~positions.held_out]
-    bounds = bounds[bounds[:, 1] - bounds[:, 0] > LENGTH]  # texts of one length need no padding
+    bounds = bounds[bounds[:, 1] - bounds[:, 0] > LENGTH]
     steps = math.ceil(epochs * len(bounds) / BATCH)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps, pct_start=0.05)
-    random, begin, shown = np.random.default_rng(0), monotonic(), 0.0
+    random = np.random.default_rng(0)
+    begin = monotonic()
+    shown = 0.0
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     for step in range(steps):
+        # States, tokens and the model's probabilities of a batch.
         some = bounds[random.choice(len(bounds), BATCH, replace=False)]
         starts = [random.integers(first, last - LENGTH) for first, last in some]
         at = np.array(starts)[:, None] + np.arange(LENGTH)
@@ -235,7 +267,7 @@ def train(positions: Positions, embed: Any, output: Any, epochs: float) -> Eagle
         embedded = torch.from_numpy(embed(positions.tokens[at].ravel().tolist())).view_as(states)
         with torch.autocast("cpu", torch.bfloat16):
             guessed, _ = layer(states, embedded, torch.arange(LENGTH), None, mask)
-            # A second pass over guessed states: what the layer reads below the first level.
+            # Train on predicted states too, because the layer reads them below depth 1.
             further, _ = layer(
                 guessed[:2, :-1].float(), embedded[:2, 1:], torch.arange(LENGTH - 1), None, mask[1:, 1:]
             )
@@ -248,6 +280,8 @@ def train(positions: Positions, embed: Any, output: Any, epochs: float) -> Eagle
                 chosen = logits.gather(-1, torch.from_numpy(np.maximum(one, 0)))
                 loss = share.sum(-1) * logits.logsumexp(-1) - (share * chosen).sum(-1)
                 total = total + factor * loss.mean()
+
+        # Update the weights, and report progress every 30 seconds.
         optimizer.zero_grad(set_to_none=True)
         total.backward()
         nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
@@ -265,9 +299,9 @@ def train(positions: Positions, embed: Any, output: Any, epochs: float) -> Eagle
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", nargs="?", help="the default model if left out")
-    parser.add_argument("--text", type=Path, required=True, help="the model's own text")
-    parser.add_argument("--states", type=Path, required=True, help="its hidden states; they are added to")
+    parser.add_argument("model", nargs="?", help="default: the library's default model")
+    parser.add_argument("--text", type=Path, required=True, help="folder of the model's own text")
+    parser.add_argument("--states", type=Path, required=True, help="folder of its hidden states; missing ones are added")
     parser.add_argument("--epochs", type=float, default=2.0)
     parser.add_argument("--out", type=Path, default=Path("build/eagle.safetensors"))
     args = parser.parse_args()

@@ -1,14 +1,14 @@
-"""Medusa-1 (Cai et al., 2024, arXiv 2401.10774): heads that guess the next tokens from the last hidden state alone.
+"""Medusa-1 (Cai et al., 2024, arXiv 2401.10774): heads that predict the next tokens from the last hidden state.
 
-Head k reads h, the hidden state under which the last token was chosen, and guesses the k-th token after it:
+Head k reads h, the hidden state from which the last token was chosen, and predicts the k-th token after it:
 
     logits_k = L_k (h + silu(W_k h + b_k))
 
-L_k starts as the model's output matrix and is trained too. Differences from the paper: the heads can guess the most
-frequent ``SHORTLIST`` tokens, not all; and the loss is the cross-entropy with the model's own probabilities.
+L_k is initialized with the model's output matrix and trained too. Differences from the paper: the heads predict only
+the ``SHORTLIST`` most frequent tokens, and the loss is the cross-entropy with the model's own probabilities.
 
-A step's tree is fixed: a node is a rank in each head, such as (best of head 1, third of head 2), and the tree has the
-nodes that were right most often on held-out text, as in the paper's section 2.3.3.
+The shape of the tree is fixed. A node is a rank in each head, such as (best of head 1, third of head 2), and the tree
+consists of the nodes most often correct on held-out text, as in the paper's section 2.3.3.
 
     python -m benchmarks.drafters.medusa --text FOLDER --states FOLDER --out build/medusa.safetensors
 """
@@ -37,17 +37,26 @@ from lookahead.learning.self_text import Folder
 from lookahead.learning.train_head import Positions
 from lookahead.targets.light_head import row_readers, sizes_of
 
-HEADS, SHORTLIST, RANKS = 3, 8192, 10
-#: Positions of a step, the highest learning rate, and the weight of each head's loss in that of the one before.
-BATCH, RATE, DECAY = 1024, 1e-3, 0.8
+#: Number of heads.
+HEADS = 3
+#: Number of tokens that the heads can predict.
+SHORTLIST = 8192
+#: Number of best tokens of each head that the tree may contain.
+RANKS = 10
+#: Positions of a training step.
+BATCH = 1024
+#: Highest learning rate.
+RATE = 1e-3
+#: Weight of a head's loss relative to that of the head before it.
+DECAY = 0.8
 
 
 class Heads(nn.Module):
-    """All heads.
+    """All heads as one module.
 
     Args:
-        output: the model's output rows of the shortlist, (S, hidden).
-        count: heads.
+        output: the model's output rows of the shortlist, (shortlist, hidden).
+        count: number of heads.
     """
 
     def __init__(self, output: torch.Tensor, count: int) -> None:
@@ -58,7 +67,7 @@ class Heads(nn.Module):
         self.output = nn.Parameter(output.expand(count, *output.shape).clone())
 
     def forward(self, states: torch.Tensor, head: int) -> torch.Tensor:
-        """Logits (n, S) of one head from hidden states (n, hidden)."""
+        """Logits (n, shortlist) of one head from hidden states (n, hidden)."""
         inner = states + silu(linear(states, self.weight[head], self.bias[head]))
         return linear(inner, self.output[head])
 
@@ -67,17 +76,19 @@ class Medusa:
     """Trained heads and their tree.
 
     Args:
-        heads: the heads.
-        shortlist: the tokens that they can guess, (S,).
-        accuracy: how often the guess of a rank is right on held-out text, (heads, RANKS).
+        heads: the trained heads.
+        shortlist: ids of the tokens that they can predict, (shortlist,).
+        accuracy: how often each head's token of each rank is correct on held-out text, (heads, RANKS).
     """
 
     def __init__(self, heads: Heads, shortlist: Any, accuracy: Any) -> None:
-        self.heads, self.shortlist, self.accuracy = heads.requires_grad_(False), shortlist, accuracy
+        self.heads = heads.requires_grad_(False)
+        self.shortlist = shortlist
+        self.accuracy = accuracy
 
     @classmethod
     def load(cls, path: Path) -> Medusa:
-        """Read what ``save`` has written."""
+        """Load a file written by ``save``."""
         with safe_open(path, "pt") as file:
             parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         heads = Heads(parts["output"][0].float(), len(parts["output"]))
@@ -85,20 +96,23 @@ class Medusa:
         return cls(heads, parts["shortlist"].numpy(), parts["accuracy"].numpy())
 
     def save(self, path: Path) -> None:
-        """Write the heads in bfloat16."""
+        """Save the heads in bfloat16."""
         tensors = {name: value.detach().bfloat16() for name, value in self.heads.named_parameters()}
         tensors |= {name: torch.from_numpy(getattr(self, name)) for name in ("shortlist", "accuracy")}
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, path)
 
     def best(self, state: Any) -> Any:
-        """The best tokens of each head after a hidden state, (heads, RANKS)."""
+        """The best tokens of each head for a hidden state, (heads, RANKS)."""
         row = torch.from_numpy(np.ascontiguousarray(state))[None]
         ranked = [self.heads(row, head).topk(RANKS, -1).indices[0] for head in range(len(self.accuracy))]
         return self.shortlist[torch.stack(ranked).numpy()]
 
     def tree(self, rows: int) -> list[tuple[int, ...]]:
-        """The nodes below the root, as ranks from head 1 on; parents come before their children."""
+        """The nodes below the root, each as its ranks in heads 1, 2, ...; parents come before their children.
+
+        A node's value is the product of the accuracies along its path. The node of highest value is added first.
+        """
         values = {(): 1.0}
         nodes: list[tuple[int, ...]] = []
         edges = {(rank,): self.accuracy[0][rank] for rank in range(RANKS)}
@@ -115,11 +129,11 @@ class Medusa:
 
 @dataclass(frozen=True)
 class MedusaDrafter(Drafter):
-    """Drafts a fixed tree of the heads' guesses.
+    """Drafts a fixed tree of the heads' predictions.
 
     Attributes:
         rows: rows of a step, at least 2.
-        medusa: the heads.
+        medusa: the trained heads.
     """
 
     rows: int
@@ -132,10 +146,12 @@ class MedusaDrafter(Drafter):
 
 
 class MedusaState(DraftState):
-    """The last token, and the hidden state under which it was chosen."""
+    """The last token and the hidden state from which it was chosen."""
 
     def __init__(self, drafter: MedusaDrafter, first: int) -> None:
-        self._medusa, self._last, self._state = drafter.medusa, first, None
+        self._medusa = drafter.medusa
+        self._last = first
+        self._state: Any = None
         self._nodes = drafter.medusa.tree(drafter.rows)
 
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
@@ -149,7 +165,8 @@ class MedusaState(DraftState):
         return tree
 
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
-        self._last, self._state = tokens[-1], scores.hidden(path[-1])
+        self._last = tokens[-1]
+        self._state = scores.hidden(path[-1])
 
 
 def train(positions: Positions, output: Any, epochs: float, heads: int = HEADS) -> Medusa:
@@ -158,28 +175,37 @@ def train(positions: Positions, output: Any, epochs: float, heads: int = HEADS) 
     Args:
         positions: the text and its hidden states.
         output: (tokens) -> the model's output rows.
-        epochs: how often all positions are seen.
+        epochs: number of passes over all positions.
+        heads: number of heads.
     """
+    # The heads, and the place of each token in the shortlist (-1: not in it).
     torch.manual_seed(0)
     shortlist = positions.frequent(SHORTLIST)
     network = Heads(torch.from_numpy(output(shortlist.tolist())), heads)
     place = np.full(int(positions.ids.max()) + 1, -1)
     place[shortlist] = np.arange(len(shortlist))
+
+    # A batch consists of runs of 16 consecutive positions.
     starts = positions.runs(16, heads)
     each = BATCH // 16
     steps = math.ceil(epochs * len(starts) / each)
     optimizer = torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps, pct_start=0.05)
-    random, begin, shown = np.random.default_rng(0), monotonic(), 0.0
+    random = np.random.default_rng(0)
+    begin = monotonic()
+    shown = 0.0
     for step in range(steps):
         at = (random.choice(starts, each, replace=False)[:, None] + np.arange(16)).ravel()
-        states, total = torch.from_numpy(positions.read(at)), torch.zeros(())
+        states = torch.from_numpy(positions.read(at))
+        total = torch.zeros(())
         with torch.autocast("cpu", torch.bfloat16):
             for head in range(heads):
                 places = place[positions.ids[at + head + 1]]
                 weights = np.where(places >= 0, positions.probabilities[at + head + 1], 0).astype(np.float32)
                 logits = network(states, head).float()
-                chosen, shares = torch.from_numpy(np.maximum(places, 0)), torch.from_numpy(weights)
+                # Cross-entropy with the model's probabilities; tokens outside the shortlist have weight 0.
+                chosen = torch.from_numpy(np.maximum(places, 0))
+                shares = torch.from_numpy(weights)
                 loss = shares.sum(-1) * logits.logsumexp(-1) - (shares * logits.gather(-1, chosen)).sum(-1)
                 total = total + DECAY**head * loss.mean()
         optimizer.zero_grad(set_to_none=True)
@@ -193,7 +219,8 @@ def train(positions: Positions, output: Any, epochs: float, heads: int = HEADS) 
                 f"{step + 1} of {steps} steps, loss {float(total.detach()):.3f}, {left / 60:.1f} minutes left",
                 flush=True,
             )
-    # How often each rank of each head is right on held-out text.
+
+    # Count how often each rank of each head is correct on held-out text.
     medusa = Medusa(network, shortlist, np.zeros((heads, RANKS)))
     measured = positions.measured(heads)[:4000]
     for part in np.array_split(measured, 8):
@@ -206,9 +233,9 @@ def train(positions: Positions, output: Any, epochs: float, heads: int = HEADS) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", nargs="?", help="the default model if left out")
-    parser.add_argument("--text", type=Path, required=True, help="the model's own text")
-    parser.add_argument("--states", type=Path, required=True, help="its hidden states; they are added to")
+    parser.add_argument("model", nargs="?", help="default: the library's default model")
+    parser.add_argument("--text", type=Path, required=True, help="folder of the model's own text")
+    parser.add_argument("--states", type=Path, required=True, help="folder of its hidden states; missing ones are added")
     parser.add_argument("--epochs", type=float, default=2.0)
     parser.add_argument("--out", type=Path, default=Path("build/medusa.safetensors"))
     args = parser.parse_args()

@@ -1,8 +1,8 @@
-"""REST (He et al., 2024, arXiv 2311.08252): continuations of the last tokens in a datastore of other text.
+"""REST (He et al., 2024, arXiv 2311.08252): drafts what followed the last tokens in a datastore of other texts.
 
-The datastore is a suffix array over tokens. The longest suffix of the text, at most ``LONGEST`` tokens, that occurs
-in it gives up to ``MATCHES`` continuations of ``AHEAD`` tokens. They form a trie, and the rows of a step are those of
-its nodes that occur most often, as in the paper's section 3.2. Our datastore is a model's own text and source code.
+The datastore is a suffix array over tokens. The longest suffix of the sequence (up to ``LONGEST`` tokens) that occurs
+in it yields up to ``MATCHES`` continuations of ``AHEAD`` tokens. They form a trie, and its most frequent nodes are
+drafted, as in the paper's section 3.2. Our datastore contains a model's own text and source code.
 """
 
 from __future__ import annotations
@@ -16,23 +16,28 @@ import numpy as np
 
 from lookahead.core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, TokenTree
 
-#: The longest suffix that is looked up, the tokens of a continuation, and the most continuations.
-LONGEST, AHEAD, MATCHES = 16, 10, 5000
+#: Length of the longest suffix to look up.
+LONGEST = 16
+#: Tokens of a continuation.
+AHEAD = 10
+#: Largest number of continuations; more matches are sampled evenly.
+MATCHES = 5000
 #: Separates the texts of the datastore.
 END = -1
 
 
 class Datastore:
-    """Texts and the order of their suffixes.
+    """Texts and the sorted order of their suffixes.
 
     Args:
-        texts: token ids of each.
+        texts: token ids of each text.
     """
 
     def __init__(self, texts: Iterable[Sequence[int]]) -> None:
         parts = [np.append(np.asarray(text, np.int32), np.int32(END)) for text in texts]
         self.tokens = np.concatenate([*parts, np.full(LONGEST + AHEAD, END, np.int32)])
-        # Suffixes are sorted by their first LONGEST tokens: the ranks of two halves give those of the whole.
+        # Sort suffixes by their first LONGEST tokens. Each round doubles the length: the rank of a whole follows
+        # from the ranks of its two halves.
         rank = np.unique(self.tokens, return_inverse=True)[1].astype(np.int64)
         length = 1
         while length < LONGEST:
@@ -40,25 +45,28 @@ class Datastore:
             later[:-length] = rank[length:] + 1
             rank = np.unique(rank * (int(rank.max()) + 2) + later, return_inverse=True)[1].astype(np.int64)
             length *= 2
+        # Drop the suffixes that begin in the padding.
         self._order = np.argsort(rank, kind="stable")[: len(self.tokens)]
         self._order = self._order[self._order < len(self.tokens) - LONGEST - AHEAD]
+        # Index the range of each first token, so that find starts with a narrow range.
         first = self.tokens[self._order]
         self._begins = dict(zip(*np.unique(first, return_index=True), strict=True))
         self._counts = dict(zip(*np.unique(first, return_counts=True), strict=True))
 
     def find(self, suffix: Sequence[int]) -> Any:
-        """Where the continuations of a suffix begin, (n,)."""
+        """Start positions of the continuations of a suffix, (n,)."""
         low = self._begins.get(suffix[0], 0)
         high = low + self._counts.get(suffix[0], 0)
         for depth, token in enumerate(suffix[1:], 1):
             column = self.tokens[self._order[low:high] + depth]
-            low, high = low + np.searchsorted(column, token), low + np.searchsorted(column, token, "right")
+            high = low + np.searchsorted(column, token, "right")
+            low = low + np.searchsorted(column, token)
             if low == high:
                 break
         return self._order[low:high] + len(suffix)
 
     def continuations(self, text: Sequence[int]) -> Any:
-        """What followed the longest suffix of the text, (n, AHEAD); a continuation ends before ``END``."""
+        """The tokens that followed the longest suffix of ``text``, (n, AHEAD). A continuation ends before ``END``."""
         for length in range(min(LONGEST, len(text)), 0, -1):
             begins = self.find(text[-length:])
             if len(begins):
@@ -73,7 +81,7 @@ class Rest(Drafter):
 
     Attributes:
         rows: rows of a step, at least 2.
-        datastore: the texts.
+        datastore: where to look up continuations.
     """
 
     rows: int
@@ -86,15 +94,18 @@ class Rest(Drafter):
 
 
 class RestState(DraftState):
-    """The text so far."""
+    """The tokens of one sequence so far."""
 
     def __init__(self, drafter: Rest, text: list[int]) -> None:
-        self._rows, self._datastore, self._text = drafter.rows, drafter.datastore, text
+        self._rows = drafter.rows
+        self._datastore = drafter.datastore
+        self._text = text
 
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
-        tree, found = TokenTree(self._text[-1]), self._datastore.continuations(self._text)
-        heap: list[tuple[int, int, int, int]] = []  # minus the count, order of arrival, parent, token
-        members: dict[tuple[int, int], Any] = {}
+        tree = TokenTree(self._text[-1])
+        found = self._datastore.continuations(self._text)
+        heap: list[tuple[int, int, int, int]] = []  # negated count, order of arrival, parent, token
+        members: dict[tuple[int, int], Any] = {}  # (parent, token) -> continuations through this node
 
         def offer(parent: int, continuations: Any, depth: int) -> None:
             if depth == min(max_depth, AHEAD):

@@ -1,8 +1,9 @@
-"""A static token tree, as SpecInfer drafts it (Miao et al., 2024, arXiv 2305.09781), from a small network.
+"""A static token tree like SpecInfer's (Miao et al., 2024, arXiv 2305.09781), drafted by a small network.
 
-The shape of the tree is fixed: level d gives each of its nodes the ``widths[d]`` best tokens of the draft model. Here
-the draft model is the light head, so the difference from adaptive with this head is what the calibrated tree and the
-other sources bring. SpecInfer's own draft models are language models of 68M to 125M parameters; SmolLM2 has none.
+The shape of the tree is fixed: each node at depth d has the draft model's ``widths[d]`` best tokens as children. Here
+the draft model is the light head, so the comparison with adaptive and the same head shows how much the calibrated
+tree and the other sources add. SpecInfer's own draft models are language models of 68M to 125M parameters; none of
+that size exists for SmolLM2.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import numpy as np
 
 from lookahead.core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, TokenTree
 
-#: The shape for a number of rows, of which 3, 6, 15 and 63 are below the root.
+#: Rows of a step, including the root -> children of each node, by depth. The shape for 8 rows fills 7.
 SHAPES = {4: (1, 1, 1), 8: (2, 1, 1), 16: (5, 1, 1), 64: (9, 2, 2)}
-#: The most rows of a call of the head.
+#: Largest number of rows in one call of the head.
 CALL = 16
 
 
 @dataclass(frozen=True)
 class StaticTree(Drafter):
-    """Drafts a tree of one shape.
+    """Drafts a tree of fixed shape.
 
     Attributes:
-        widths: children of each node, by level.
-        head: the path of the light head, or "auto".
+        widths: children of each node, by depth.
+        head: path of the light head, or "auto".
     """
 
     widths: tuple[int, ...]
@@ -44,10 +45,13 @@ class StaticTree(Drafter):
 
 
 class StaticTreeState(DraftState):
-    """The last token, and the hidden state under which it was chosen."""
+    """The last token and the hidden state from which it was chosen."""
 
     def __init__(self, widths: tuple[int, ...], first: int, head: Any) -> None:
-        self._widths, self._head, self._last, self._state = widths, head, first, None
+        self._widths = widths
+        self._head = head
+        self._last = first
+        self._state: Any = None
 
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
         tree = TokenTree(self._last)
@@ -67,4 +71,5 @@ class StaticTreeState(DraftState):
         return tree
 
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
-        self._last, self._state = tokens[-1], scores.hidden(path[-1])
+        self._last = tokens[-1]
+        self._state = scores.hidden(path[-1])
