@@ -1,9 +1,10 @@
-"""The results of the paper (Fu et al., 2024, arXiv 2402.02057) measured again, each by one command.
+"""Reproductions of the results of the paper (Fu et al., 2024, arXiv 2402.02057), one command each.
 
-    python -m benchmarks.paper ablation --data DIR    one of the studies that --help names
-    python -m benchmarks.paper ablation --page        the page again, from the committed records
-    python -m benchmarks.paper settings --data DIR    S by one setting at a time, with settings that were tried
+    python -m benchmarks.paper ablation --data DIR    run a study; --help lists all of them
+    python -m benchmarks.paper ablation --page        rewrite its page from the committed records
+    python -m benchmarks.paper settings --data DIR    vary one setting at a time, including rejected ones
 
-run in the repository's folder. A study measures, writes its records by text (docs/results/records/NAME.jsonl.gz), and
-computes its page and plot from these records alone: the paper's value beside each of ours, and what differs.
+Run it in the repository's root folder. A study measures and writes one record per completion
+(docs/results/records/NAME.jsonl.gz). Its page and plot are computed from these records alone. The page shows the
+paper's values alongside ours and lists what differs.
 """

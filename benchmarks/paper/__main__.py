@@ -1,4 +1,4 @@
-"""The command line of the paper's results; see the package."""
+"""The command line of the reproductions; see the package docstring."""
 
 from __future__ import annotations
 
@@ -25,48 +25,48 @@ INTERRUPTED = "\ninterrupted: finished records are kept, and the same command co
 
 
 def module_of(name: str) -> ModuleType:
-    """The module of a study: ``measure`` and ``page``."""
+    """The module of a study, which defines ``measure`` and ``page``."""
     return import_module(f"{__package__}.{name.replace('-', '_')}")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options, the same for every result."""
+    """The options, which all studies share."""
     made = argparse.ArgumentParser(
         "python -m benchmarks.paper", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("name", choices=[*STUDIES, "settings"])
     add = made.add_argument
-    add("--page", action="store_true", help="only the page again, from the committed records")
-    add("--model", help="a directory, a GGUF file or a hub id; the default model if not given")
+    add("--page", action="store_true", help="rewrite the page from the committed records; measure nothing")
+    add("--model", help="a directory, a GGUF file or a hub id (default: the library's default)")
     add(
         "--workload",
         action="append",
         default=[],
-        help="in place of the study's own choice; repeat for several",
+        help="a data set instead of the study's own; can be repeated",
     )
-    add("--data", type=Path, help="folder of data sets by name")
-    add("--limit", type=int, help="prompts per workload; 0 for all")
+    add("--data", type=Path, help="folder of data sets")
+    add("--limit", type=int, help="prompts per workload (default: the study's own number; 0 for all)")
     add("--out", type=Path, default=PAGES, help="folder for the page, its plot and its records")
-    add("--records", type=Path, help="folder for the whole records; bench/NAME if not given")
-    add("--max-new-tokens", type=int, default=128, help="most tokens per text")
-    add("--repeats", type=int, default=1, help="how often each prompt is decoded")
-    add("--temperature", type=float, default=0.0, help="of `settings`; 0 is greedy")
-    add("--seed", type=int, default=0, help="of the samples, and of the functions of the standard library")
+    add("--records", type=Path, help="folder for the complete records (default: bench/NAME)")
+    add("--max-new-tokens", type=int, default=128, help="maximum number of new tokens per prompt")
+    add("--repeats", type=int, default=1, help="number of times each prompt is decoded")
+    add("--temperature", type=float, default=0.0, help="temperature, for `settings` only; 0 is greedy")
+    add("--seed", type=int, default=0, help="seed of sampling, and of the choice of standard-library code")
     add("--dtype", default="auto")
     add("--device")
     add("--threads", type=int)
-    add("--path", default="auto", help="what evaluates the steps: auto, cpu or transformers")
+    add("--path", default="auto", help="forward-pass implementation: auto, cpu or transformers")
     return made
 
 
 def progress(done: int, total: int, what: str) -> None:
-    """One line on stderr, overwritten."""
+    """Overwrite one line on stderr."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{done}/{total} {what}", end="" if what else "\n", file=sys.stderr, flush=True)
 
 
 def write_page(name: str, out: Path) -> Path:
-    """Compute the page, its figures and its plot from the records in ``out``. Returns the page."""
+    """Compute the page, its JSON and its plot from the records in ``out``. Returns the path of the page."""
     head, records = committed.read(out / "records" / f"{name}.jsonl.gz")
     page = module_of(name).page(head, records)
     path = out / f"{name}.md"

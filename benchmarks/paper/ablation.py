@@ -1,4 +1,4 @@
-"""Table 3 of the paper: what the window, the candidates and the prompt as reference each bring."""
+"""Table 3 of the paper: the contributions of the window, the candidates and the prompt as reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .study import (
     ratios,
 )
 
-#: Table 3, rows 1 to 9: (name in the paper's order N, W, G; prompt as reference; our method; the paper's S)
+#: Table 3, rows 1 to 9: (name in the paper's order N, W, G; prompt as reference; our method; the paper's S).
 TABLE_3 = (
     ("autoregressive", "–", PLAIN, 1.00),
     ("prompt lookup", "yes", "prompt-lookup", 1.55),
@@ -37,33 +37,34 @@ TABLE_3 = (
     ("(5, 15, 15)", "no", f"lookahead:15,5,15:{WINDOW_ONLY}", 1.96),
     ("(5, 15, 15)", "yes", "lookahead:15,5,15", 2.05),
 )
-#: A row stands higher or lower than the paper's if S differs by more than this share.
+#: A row is reported as higher or lower than the paper's if S differs by more than this share.
 NOTABLE = 0.03
 
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
-    """Every row of table 3 on prompts of MT-Bench."""
+    """Measure every row of table 3 on prompts of MT-Bench."""
     methods = [method for _, _, method, _ in TABLE_3]
     prompts = study.prompts(10, ["mt-bench"])
     return study.run(methods, prompts, replace(study.options, warm=False)), {}
 
 
 def moved(ours: Sequence[float], paper: Sequence[float]) -> list[tuple[int, list[int]]]:
-    """Rows (from 1) that lie above others in the paper but not here, with these others."""
+    """Rows (from 1) that are above other rows in the paper but below them here, with these other rows."""
     rows = range(len(paper))
     pairs = [(a, [b + 1 for b in rows if paper[a] > paper[b] and ours[a] < ours[b]]) for a in rows]
     return [(a + 1, below) for a, below in pairs if below]
 
 
 def order(values: Sequence[float]) -> str:
-    """Rows by S, the largest first."""
+    """Row numbers by descending S."""
     return " > ".join(str(row + 1) for row in sorted(range(len(values)), key=lambda row: -values[row]))
 
 
 def page(head: Head, records: Sequence[Record]) -> Page:
-    """The page of these records."""
+    """Compute the page from the records."""
     measured = [r for r in records if "skipped" not in r]
-    plain, without_loop = plain_of(measured), ratios(records, loop_free=True)
+    plain = plain_of(measured)
+    without_loop = ratios(records, loop_free=True)
     free, texts = loop_free_texts(records)
     drawn = drawn_ratios(measured, [method for _, _, method, _ in TABLE_3])
     lines: list[Figures] = []
@@ -74,7 +75,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
     ]
     for row, (name, prompt, method, paper) in enumerate(TABLE_3, 1):
         mine = [r for r in measured if r["method"] == method]
-        x, (hits, length) = figures(mine, plain), pool_figures(mine)
+        x = figures(mine, plain)
+        hits, length = pool_figures(mine)
         lines.append(x)
         low, high = interval(drawn[:, row - 1])
         body.append(
@@ -82,7 +84,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
             f"| {number(x.total)} | {number(x.rows, 1)} | {number(hits)} | {number(length)} "
             f"| {number(without_loop.get(method, nan))} | {x.equal}/{x.compared} |"
         )
-    ours, theirs = [x.s_steps for x in lines], [row[3] for row in TABLE_3]
+    ours = [x.s_steps for x in lines]
+    theirs = [row[3] for row in TABLE_3]
     free_ratios = [without_loop.get(row[2], nan) for row in TABLE_3]
     body += [
         "",
@@ -105,7 +108,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
 
 
 def _alike(drawn: Any) -> str:
-    """Which rows these prompts cannot tell apart."""
+    """A sentence on the rows whose difference in S is within its interval."""
     rows = range(len(TABLE_3))
     pairs = [
         f"{a + 1} and {b + 1}" for a in rows for b in rows if a < b and not differ(drawn[:, a], drawn[:, b])
@@ -124,12 +127,13 @@ def _order_sentence(ours: Sequence[float], theirs: Sequence[float]) -> str:
 def differences(
     ours: Sequence[float], theirs: Sequence[float], loop_free: Sequence[float], texts: int
 ) -> list[str]:
-    """Sentences on rows that stand higher or lower than in the paper, and whether loops explain it.
+    """Sentences on rows with higher or lower S than in the paper, and on whether loops explain the higher ones.
 
     Args:
-        ours, theirs, loop_free: S by row: here, in the paper, here on the loop-free texts.
-        texts: how many texts are loop-free.
+        ours, theirs, loop_free: S by row: here, in the paper, and here on the loop-free completions.
+        texts: number of loop-free completions.
     """
+    # Rows that differ from the paper.
     sentences = []
     higher = [row for row, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a > b * (1 + NOTABLE)]
     lower = [row for row, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a < b * (1 - NOTABLE)]
@@ -138,6 +142,8 @@ def differences(
             values = [f"{row + 1} ({ours[row]:.2f} against {theirs[row]:.2f})" for row in rows]
             stand = "Row" if len(rows) == 1 else "Rows"
             sentences.append(f"{stand} with {word} S than in the paper: {in_words(values)}.")
+
+    # A small model repeats itself, which raises S: how does S change on the completions without loops?
     if higher and texts:
         falling = [row + 1 for row in higher if loop_free[row] < ours[row] * (1 - NOTABLE)]
         rising = [row + 1 for row in higher if loop_free[row] > ours[row] * (1 + NOTABLE)]

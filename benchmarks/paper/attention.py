@@ -1,8 +1,9 @@
 """Appendix E of the paper: does an attention kernel for token trees change S?
 
-The same model, prompts and settings, once with the kernel (the compiled CPU path, or Triton's on a GPU) and once with
-transformers' own attention and the tree as a 4-D mask. The two round differently, so texts may part where two logits
-nearly tie. A kernel that showed a row the wrong keys would lose accepted tokens, which would lower S.
+The same model, prompts and settings are run twice: once with the kernel (compiled code on a CPU, Triton on a GPU),
+and once with transformers' own attention and the tree as a 4-D mask. The two round differently, so completions may
+diverge where two logits are nearly equal. With a kernel that let rows attend to wrong keys, fewer drafts would be
+accepted, and S would be lower.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from .intervals import differ, drawn_ratios, interval
 from .study import Page, Study, model_and_machine
 
 METHOD = "lookahead:15,5,15"
-WITH, WITHOUT = f"{METHOD}, attention kernel", f"{METHOD}, attention mask"
+#: Names of the method with the kernel and with the mask.
+WITH = f"{METHOD}, attention kernel"
+WITHOUT = f"{METHOD}, attention mask"
 WORKLOADS = ("humaneval", "mt-bench")
 
 
 class OnTarget(Drafted):
-    """A drafter of ours on a target of its own, in place of the model's."""
+    """One of our drafters on a given target instead of the model's own."""
 
     def __init__(self, drafter: Drafter, name: str, target: Target) -> None:
         super().__init__(drafter, name, "")
@@ -44,7 +47,7 @@ class OnTarget(Drafted):
 
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
-    """Both kinds of attention. Packed weights have no transformers path: their model is taken in float32."""
+    """Measure both kinds of attention. Packed weights have no transformers path, so they are loaded in float32."""
     model = study.model
     if not isinstance(model.model, Module):
         model = load_model(study.model_path, dtype="float32")
@@ -59,7 +62,7 @@ def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
 
 
 def page(head: Head, records: Sequence[Record]) -> Page:
-    """The page of these records."""
+    """Compute the page from the records."""
     measured = [r for r in records if "skipped" not in r]
     workloads = list(dict.fromkeys(r["workload"] for r in measured))
     body = ["| prompts | S with the kernel | S with the mask | difference | texts equal to plain decoding |"]
@@ -71,7 +74,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         x, y = (figures([r for r in own if r["method"] == method], {}) for method in (WITH, WITHOUT))
         drawn = drawn_ratios(own, [WITH, WITHOUT])
         low, high = interval(drawn[:, 0] - drawn[:, 1])
-        ratios[name], alike = (x.s_steps, y.s_steps), not differ(*drawn.T)
+        ratios[name] = x.s_steps, y.s_steps
+        alike = not differ(*drawn.T)
         body.append(
             f"| {name} | {number(x.s_steps)} | {number(y.s_steps)} "
             f"| {x.s_steps - y.s_steps:+.3f} [{low:+.3f} to {high:+.3f}] "

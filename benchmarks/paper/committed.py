@@ -1,10 +1,10 @@
-"""Records by text that are committed: one gzip file of JSON lines for each page, from which the page is computed.
+"""Committed records: one gzip file of JSON lines for each page, from which the page is computed.
 
-The first line is the head: the command, the size of the model, and what was measured once for the whole page. Every
-further line is one record of ``lookahead.bench.run`` without the text itself: prompts come from data sets with
-licences of their own, and a page needs counts, times and equality only. All come from one machine, commit, dtype and
-version of torch and transformers. SHA256SUMS beside the files has a checksum of each, so that records which were
-edited by hand are refused; docs/results/records/README.md names the fields.
+The first line is the head: the command, the size of the model, and measurements made once for the whole page. Every
+other line is one record of ``lookahead.bench.run`` without its text. The text is left out because data sets have
+their own licences, and because a page needs only counts, times and equality. All records of a file come from the same
+machine, commit, dtype and versions of torch and transformers. SHA256SUMS in the same folder has a checksum of each
+file, so that edited records are rejected. docs/results/records/README.md describes the fields.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lookahead.core import SettingsError
 from lookahead.records import finite
 
 Head = dict[str, Any]
-#: Checksums of the files of a folder, as the program sha256sum writes and checks them.
+#: File with the checksums of a folder, in the format of the program sha256sum.
 SUMS = "SHA256SUMS"
 #: Fields of a record that pages are computed from.
 FIELDS = (
@@ -56,7 +56,7 @@ FIELDS = (
 
 
 def compact(record: Record) -> Record:
-    """The fields that pages need; the text is replaced by a hash, so that equality can be checked again."""
+    """The fields that pages need. The token ids are replaced by a hash, so that equality can still be checked."""
     kept = {name: record[name] for name in FIELDS if name in record}
     for name in ("prefill_seconds", "decode_seconds"):
         if name in kept:
@@ -67,11 +67,11 @@ def compact(record: Record) -> Record:
 
 
 def write(path: Path, head: Head, records: Iterable[Record]) -> None:
-    """Write head and compacted records, and their checksum; the same records give the same bytes.
+    """Write the head and the compacted records, and update the checksums. Equal records produce identical bytes.
 
     Raises:
-        SettingsError: the records have several origins, the disk is full, or the folder cannot be written. What was
-            there stays as it was.
+        SettingsError: the records have different origins, the disk is full, or the folder is not writable. The old
+            file is left unchanged.
     """
     kept = list(map(compact, records))
     require_one_origin(kept)
@@ -86,10 +86,10 @@ def write(path: Path, head: Head, records: Iterable[Record]) -> None:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all.
+    """Replace a file atomically.
 
     Raises:
-        SettingsError: the disk is full, or the folder cannot be written. What was there stays as it was.
+        SettingsError: the disk is full, or the folder is not writable. The old file is left unchanged.
     """
     part = path.with_name(path.name + ".part")
     try:
@@ -104,11 +104,11 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def read(path: Path) -> tuple[Head, list[Record]]:
-    """(head, records) of a file that ``write`` wrote.
+    """(head, records) of a file written by ``write``.
 
     Raises:
-        SettingsError: there is no such file, it is not the one that was written, or its records come from several
-            machines, commits, dtypes or versions.
+        SettingsError: the file does not exist, its checksum is wrong, or its records come from different machines,
+            commits, dtypes or versions.
     """
     if not path.is_file():
         raise SettingsError(f"{path} must be a file of records; measure first, without --page")

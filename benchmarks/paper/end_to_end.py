@@ -19,21 +19,23 @@ from .committed import Head
 from .study import Page, Study, descending, in_words, model_and_machine
 
 METHOD = "lookahead:15,5,15"
-#: Spec-Bench's categories beside MT-Bench, which is its first one and whose rows name eight categories of their own.
+#: Spec-Bench's categories other than MT-Bench. The rows of MT-Bench have eight categories of their own.
 SPEC_BENCH = ("translation", "summarization", "qa", "math_reasoning", "rag")
 MULTI_TURN = "multi-turn"
-#: Figure 5: workload -> the least and largest speed-up over greedy decoding, over its model sizes; one A100, without
-#: FlashAttention. The paper's text gives 1.5 to 2.3 over all workloads.
+#: Figure 5: workload -> smallest and largest speed-up over greedy decoding among the model sizes, on one A100 without
+#: FlashAttention. The paper's text states 1.5 to 2.3 over all workloads.
 FIGURE_5 = {"mt-bench": (1.45, 1.64), "gsm8k": (1.70, 1.89), "mbpp": (1.75, 1.87), "humaneval": (1.40, 2.25)}
-#: Figure 6: workload -> speed-up with FlashAttention over autoregressive decoding with FlashAttention, 7B, one A100.
+#: Figure 6: workload -> speed-up over autoregressive decoding, both with FlashAttention, 7B, one A100.
 FIGURE_6 = {"mt-bench": "1.8", "humaneval": "2.7 to 2.8", "classeval": "2.7 to 2.8"}
 
 
 def by_category(prompts: Sequence[Prompt], limit: int | None, taken: Collection[str]) -> list[Prompt]:
-    """Spec-Bench's prompts as six workloads, at most ``limit`` prompts each.
+    """Spec-Bench's prompts as six workloads of at most ``limit`` prompts each.
 
     Args:
-        taken: first turns of other workloads (MT-Bench, for example): these prompts are left out.
+        prompts: all prompts of Spec-Bench.
+        limit: maximum number of prompts per category; None for no limit.
+        taken: first turns of the prompts of other workloads, such as MT-Bench; prompts with these are left out.
     """
     categories: dict[str, list[Prompt]] = {}
     for prompt in prompts:
@@ -45,12 +47,11 @@ def by_category(prompts: Sequence[Prompt], limit: int | None, taken: Collection[
 
 
 def prompts_of(study: Study, names: Sequence[str]) -> list[Prompt]:
-    """The prompts of these workloads, none twice; Spec-Bench's by category."""
+    """The prompts of these workloads without duplicates; those of Spec-Bench by category."""
     limit = 10 if study.limit is None else study.limit or None
     prompts: list[Prompt] = []
-    for name in sorted(
-        names, key=lambda name: name.startswith("spec-bench")
-    ):  # Spec-Bench takes what is left
+    # Spec-Bench comes last, so that prompts which it shares with other workloads count as theirs.
+    for name in sorted(names, key=lambda name: name.startswith("spec-bench")):
         if name.startswith("spec-bench"):
             whole = load_workload(name, None, study.options.seed, study.data)
             prompts += by_category(whole, limit, {prompt.turns[0] for prompt in prompts})
@@ -60,7 +61,7 @@ def prompts_of(study: Study, names: Sequence[str]) -> list[Prompt]:
 
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
-    """Our methods, and transformers' if the model is its own, on every data set in the data folder."""
+    """Measure our methods on every data set in the data folder, and transformers' if it can run the model."""
     present = [name for name in SOURCES if find_file(name, study.data) is not None] or ["stdlib"]
     methods = ["prompt-lookup", METHOD, "adaptive"]
     if isinstance(study.model.model, Module):
@@ -69,7 +70,7 @@ def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
 
 
 def page(head: Head, records: Sequence[Record]) -> Page:
-    """The page of these records."""
+    """Compute the page from the records."""
     summary = summarise(records)
     lookahead = {x.workload: x for x in summary.lines if x.method == METHOD and x.state != "warm"}
     body = [
@@ -117,7 +118,7 @@ def _beside_the_paper(lines: Mapping[str, Line]) -> str:
 
 
 def differences(ours: Mapping[str, float]) -> list[str]:
-    """How the order of the workloads by S compares with the paper's by speed-up.
+    """Sentences that compare the order of the workloads by S with the paper's order by speed-up.
 
     Args:
         ours: S by workload.

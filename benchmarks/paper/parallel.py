@@ -1,11 +1,11 @@
-"""Figures 6 and 7 of the paper: what lookahead parallelism gives, from one process.
+"""Figures 6 and 7 of the paper: the speed-up of lookahead parallelism, modelled from one process.
 
-The steps of real decoding are recorded, and their trees are cut for R ranks as the ranks would cut them, recomputed
-rows included. With t(k), the time of a step of k rows, a step on R ranks takes
+The steps of real decoding are recorded, and their trees are sharded as R ranks would shard them, including the rows
+that ranks recompute. If t(k) is the time of a step of k rows, a step on R ranks takes
 
     t(rows of the widest shard) + exchange
 
-Strong scaling grows (W, N, G) with R: more ranks evaluate a larger window in the same time, and S grows with the
+Strong scaling increases W and G with R: more ranks evaluate a larger window in the same time, and S grows with the
 logarithm of the window (section 4).
 """
 
@@ -37,34 +37,34 @@ from .study import Page, Study, model_and_machine
 
 RANKS = (1, 2, 4, 8)
 BASE = (15, 5, 15)
-#: Rows that cost as much as one on a device bound by memory: the flat model of the page.
+#: Number of rows that take as long as one row on a memory-bound device; the page's model of flat step times.
 FLAT_ROWS = 128
-#: Steps whose exchange is timed, after the same number that is not.
+#: Number of timed exchanges, after as many untimed ones.
 EXCHANGES = 200
 #: Workloads of figures 6 and 7.
 WORKLOADS = ("mt-bench", "humaneval", "classeval")
-#: Figures 6 and 7, 7B, FlashAttention on both sides: workload -> ranks -> speed-up over autoregressive decoding
+#: Figures 6 and 7, 7B, FlashAttention on both sides: workload -> ranks -> speed-up over autoregressive decoding.
 PAPER = {
     "mt-bench": {1: "1.8"},
     "humaneval": {1: "2.7 to 2.8", 8: "3.9 to 4.0"},
     "classeval": {1: "2.7 to 2.8", 8: "3.9 to 4.0"},
 }
-#: S counts as flat if it grows by less than this factor from 1 rank to the most.
+#: S counts as flat if it grows by less than this factor from the fewest ranks to the most.
 FLAT_S = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The trees of one text cut for R ranks; means over its steps.
+    """The trees of one completion sharded over R ranks; means over its steps.
 
     Attributes:
         ranks: R.
         rows: rows of the whole tree.
-        widest: rows of the widest shard, recomputed rows included: what a step waits for.
+        widest: rows of the widest shard including recomputed rows, which determines the time of the step.
         evaluated: rows of all ranks together.
-        recomputed: rows per rank that are evaluated again because another rank had them.
-        bytes: exchanged per step, all ranks together.
-        widths: the widest shard of every step.
+        recomputed: rows per rank that are evaluated again because another rank had evaluated them.
+        bytes: bytes exchanged per step by all ranks together.
+        widths: rows of the widest shard of every step.
     """
 
     ranks: int
@@ -77,9 +77,15 @@ class Shares:
 
 
 def share_out(steps: Sequence[tuple[TokenTree, Sequence[int]]], ranks: int) -> Shares:
-    """Cut the steps (tree, path) of one text as R ranks would."""
+    """Shard the steps (tree, path) of one completion over R ranks.
+
+    A rank that did not evaluate a node of the accepted path recomputes it in the next step.
+    """
     missing = [0] * ranks
-    widths, evaluated, recomputed, sent = [], [], [], []
+    widths: list[int] = []
+    evaluated: list[int] = []
+    recomputed: list[float] = []
+    sent: list[int] = []
     for tree, path in steps:
         cut = shard(tree, ranks, missing)
         rows = [len(own) + count for own, count in zip(cut.rows, missing, strict=True)]
@@ -102,7 +108,7 @@ def share_out(steps: Sequence[tuple[TokenTree, Sequence[int]]], ranks: int) -> S
 def record(
     target: Target, prompts: Sequence[Sequence[int]], config: Any, new_tokens: int, eos: frozenset[int]
 ) -> list[list[tuple[TokenTree, list[int]]]]:
-    """Decode each prompt with lookahead; returns the (tree, path) of the steps of each."""
+    """Decode each prompt with lookahead. Returns (tree, path) of every step, by prompt."""
     sequences = []
     for prompt in prompts:
         drafter = as_drafter(config)
@@ -112,11 +118,11 @@ def record(
 
 
 class Sharded(Drafted):
-    """Lookahead whose trees are cut for some numbers of ranks; the records get the widths and the rest.
+    """Lookahead whose trees are sharded after decoding; the records contain the sizes of the shards.
 
     Args:
-        drafter: with its (W, N, G).
-        ranks: numbers of ranks.
+        drafter: its (W, N, G) name the method.
+        ranks: numbers of ranks to shard for.
     """
 
     def __init__(self, drafter: Lookahead, ranks: Sequence[int]) -> None:
@@ -125,7 +131,10 @@ class Sharded(Drafted):
         self.settings = self.settings | {"ranks": list(self.ranks)}
 
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
-        outcome, steps, last = Outcome([], Stats(), 0, 0.0), [], perf_counter()
+        # Decode and keep the trees.
+        outcome = Outcome([], Stats(), 0, 0.0)
+        steps = []
+        last = perf_counter()
         for update in decode(model.target, [make_request(model, prompt, self.drafter, options)]):
             now = perf_counter()
             if update.tree is None:
@@ -137,6 +146,8 @@ class Sharded(Drafted):
                 outcome.step_rows.append(update.rows)
                 outcome.step_seconds.append(now - last)
             last = now
+
+        # Shard them for each number of ranks, which is not timed.
         for ranks in self.ranks:
             shares = share_out(steps, ranks)
             outcome.stats.drafter[f"shards_{ranks}"] = {
@@ -148,7 +159,7 @@ class Sharded(Drafted):
 
 
 def step_times(model: ModelUnderTest, rows: Sequence[int], context: int = 64) -> dict[int, float]:
-    """t(k) in seconds, measured on this target at the given rows."""
+    """t(k) in seconds, measured on the model's target for the given numbers of rows."""
     times: dict[int, float] = {}
 
     def keep(batch: int, context: int, count: int, seconds: float) -> None:
@@ -159,8 +170,10 @@ def step_times(model: ModelUnderTest, rows: Sequence[int], context: int = 64) ->
 
 
 def exchange_seconds(steps: int) -> float:
-    """The median time of a step's three messages (shard out, argmaxes back, accepted tokens out) between two
-    processes of this machine, over loopback by gloo."""
+    """Median time of the three messages of a step between two processes of this machine, with gloo over loopback.
+
+    The messages are the shard, the argmaxes in return, and the accepted tokens.
+    """
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         other = context.Process(target=_exchange, args=(1, folder, steps), daemon=True)
@@ -175,7 +188,8 @@ def _exchange(rank: int, folder: str, steps: int) -> list[float]:
 
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    link, spent = Link(1 - rank, None, 60.0), []
+    link = Link(1 - rank, None, 60.0)
+    spent = []
     for _ in range(2 * steps):
         start = perf_counter()
         if rank == 0:
@@ -194,12 +208,12 @@ def _exchange(rank: int, folder: str, steps: int) -> list[float]:
 
 
 def triple_of(ranks: int) -> tuple[int, int, int]:
-    """(W, N, G) that grows with the ranks."""
+    """(W, N, G) for this number of ranks; W and G grow with it."""
     return BASE[0] * ranks, BASE[1], BASE[2] * ranks
 
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
-    """Lookahead with (W, N, G) for each number of ranks, t(k), and the exchange between two processes."""
+    """Measure lookahead with the (W, N, G) of each number of ranks, t(k), and the exchange between two processes."""
     prompts = study.prompts(10, WORKLOADS)
     exchange = exchange_seconds(EXCHANGES)
     methods = [Sharded(Lookahead(*triple_of(r)), RANKS if r == 1 else (r,)) for r in RANKS]
@@ -217,11 +231,15 @@ class Scaling:
     """One workload on R ranks.
 
     Attributes:
-        s: S with (W, N, G) grown R times.
-        rows: rows of a step.
-        widest, recomputed, bytes: of the widest shard with the grown settings.
+        s: S with W and G multiplied by R ("grown").
+        rows: rows of a step with the grown settings.
+        widest: rows of the widest shard with the grown settings.
+        recomputed: recomputed rows per rank with the grown settings.
+        bytes: bytes exchanged per step with the grown settings.
         fixed_widest: rows of the widest shard with (15, 5, 15).
-        grown, flat, fixed: modelled speed-ups: grown settings; the same with t(k) flat; (15, 5, 15).
+        grown: modelled speed-up with the grown settings.
+        flat: the same if t(k) is flat.
+        fixed: modelled speed-up with (15, 5, 15).
     """
 
     s: float
@@ -236,12 +254,13 @@ class Scaling:
 
 
 def scaling(records: Sequence[Record], ranks: int, t: Callable[[float], float], exchange: float) -> Scaling:
-    """The model of one workload on R ranks.
+    """Model one workload on R ranks.
 
     Args:
-        records: of one workload.
+        records: the records of the workload.
+        ranks: R.
         t: seconds of a step of k rows.
-        exchange: seconds of the messages of a step between two ranks or more.
+        exchange: seconds of a step's messages, if there are two ranks or more.
     """
     grown, base = (
         [r for r in records if r["method"] == f"lookahead:{w},{n},{g}" and "skipped" not in r]
@@ -281,9 +300,10 @@ def scaling(records: Sequence[Record], ranks: int, t: Callable[[float], float], 
 
 
 def page(head: Head, records: Sequence[Record]) -> Page:
-    """The page of these records."""
+    """Compute the page from the records."""
     import numpy as np
 
+    # Model every workload and number of ranks, with t(k) interpolated between its measured points.
     counts = [int(k) for k in head["step_seconds"]]
     seconds = list(head["step_seconds"].values())
 
@@ -296,6 +316,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         for w in workloads
         for ranks in RANKS
     }
+
+    # The table.
     headings = [
         "workload",
         "ranks",
@@ -323,6 +345,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         ]
         for (workload, ranks), x in found.items()
     ]
+
+    # The text: what was measured and what was modelled, then the differences from the paper.
     body = [
         markdown_table(headings, rows),
         "",
@@ -341,6 +365,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         "One process decodes and the shards are those that R ranks would get; the paper measures 1 to 8 A100, with "
         "FlashAttention on both sides. There tensor and pipeline parallelism slow a single text down (0.71 to 0.82).",
     ]
+
+    # The figure and its description.
     names = {"t(k) of this machine": "grown", f"flat up to {FLAT_ROWS} rows": "flat"}
     curves = {
         f"{workload}, {what}": [getattr(found[workload, ranks], name) for ranks in RANKS]
@@ -359,14 +385,15 @@ def _as_dict(x: Scaling) -> dict[str, float]:
 
 
 def differences(ratios: Mapping[str, Mapping[int, float]]) -> list[str]:
-    """How S grows with the window, by workload.
+    """A sentence for each workload on how S grows with the window.
 
     Args:
         ratios: workload -> ranks -> S.
     """
     sentences = []
     for workload, by_ranks in ratios.items():
-        first, last = by_ranks[min(by_ranks)], by_ranks[max(by_ranks)]
+        first = by_ranks[min(by_ranks)]
+        last = by_ranks[max(by_ranks)]
         change = f"from {first:.2f} on {min(by_ranks)} rank to {last:.2f} on {max(by_ranks)}"
         theirs = "the paper's throughput grows with them"
         single, most = (PAPER.get(workload, {}).get(ranks) for ranks in (min(by_ranks), max(by_ranks)))
@@ -386,7 +413,7 @@ def differences(ratios: Mapping[str, Mapping[int, float]]) -> list[str]:
 
 
 def _kv_bytes(model: ModelUnderTest) -> int | None:
-    """Bytes of the keys and values of one row; None if the target does not say."""
+    """Bytes of the keys and values of one row; None if the target does not report them."""
     facts = getattr(model.target, "facts", None)
     if isinstance(facts, ModelFacts):
         item = facts.dtype.itemsize
@@ -398,7 +425,7 @@ def _kv_bytes(model: ModelUnderTest) -> int | None:
 
 
 def _bytes(rows: int) -> int:
-    """Bytes of a message about so many rows, at most 12 each in JSON."""
+    """Bytes of a message about this many rows, each of which takes at most 12 bytes in JSON."""
     return max(FRAME, 12 * rows)
 
 

@@ -1,9 +1,9 @@
-"""Table 2 of the paper: is sampling with lookahead the same as without? From the strongest test to the weakest:
+"""Table 2 of the paper: does lookahead change what is sampled? Three tests, the strongest first:
 
-same seed, same tokens    every text of lookahead against plain decoding: equality, no statistics
-the joint distribution    of the first tokens, lookahead's samples against plain sampling and against the
-                          exact distribution that is enumerated from the model (chi-square)
-ROUGE                     of texts against references, as in the paper
+same seed, same tokens    every completion with lookahead equals that of plain decoding; no statistics needed
+joint distribution        lookahead's samples of the first tokens, compared by chi-square with plain sampling and with
+                          the exact distribution, enumerated from the model
+ROUGE                     scores of completions against references, as in the paper
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ Cell = tuple[int, ...]
 Distribution = dict[Cell, float]
 METHOD = "lookahead:15,5,15"
 TEMPERATURES = (0.0, 0.5, 1.0)
-#: Table 2: data set -> temperature -> (S, speed-up)
+#: Table 2: data set -> temperature -> (S, speed-up).
 PAPER = {
     "CNN/Daily Mail": {0.0: (1.72, 1.57), 1.0: (1.64, 1.46)},
     "XSum": {0.0: (1.77, 1.60), 1.0: (1.67, 1.50)},
 }
-#: Table 2, CNN/Daily Mail: temperature -> ROUGE-1, -2 and -L of autoregressive decoding, then of lookahead
+#: Table 2, CNN/Daily Mail: temperature -> ROUGE-1, -2 and -L of autoregressive decoding, then of lookahead.
 PAPER_ROUGE: dict[float, tuple[tuple[float, ...], tuple[float, ...]]] = {
     0.0: ((37.79, 14.59, 23.96), (37.79, 14.59, 23.96)),
     1.0: ((36.55, 13.20, 22.68), (36.53, 13.27, 22.71)),
 }
-#: Texts sampled for the test of the joint distribution.
+#: Number of completions sampled for the test of the joint distribution.
 DRAWS = 1000
-#: The temperature of the distribution that the test must tell apart. At 1.2, 1000 draws gave p = 0.006 and 0.12.
+#: Temperature of a distribution that the test must reject, to show its power. With 1.2, p was 0.006 and 0.12 for 1000
+#: draws.
 WRONG_TEMPERATURE = 1.5
-#: Tokens of a prompt that these texts continue: each of them reads the tokens again.
+#: Number of prompt tokens in this test; they are few because every sample repeats the prefill.
 BEGINNING = 32
 KINDS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 
 
 def rouge(text: str, reference: str) -> dict[str, float]:
-    """ROUGE-1, -2 and -L (F measure) of a text.
+    """ROUGE-1, -2 and -L (F measure) of a completion.
 
     Raises:
         SettingsError: rouge-score is not installed.
@@ -69,7 +70,7 @@ def rouge(text: str, reference: str) -> dict[str, float]:
 
 
 def mean_rouge(records: Sequence[Record]) -> dict[str, float]:
-    """Means over the texts that have a reference. Empty if none has."""
+    """Mean scores over the records with a reference. Empty if there are none."""
     scores = [record["rouge"] for record in records if record.get("rouge")]
     return {kind: sum(score[kind] for score in scores) / len(scores) for kind in KINDS} if scores else {}
 
@@ -81,11 +82,17 @@ def exact_distribution(
     options: RunOptions,
     temperature: float | None = None,
 ) -> Distribution:
-    """The joint distribution of the first ``depth`` tokens, enumerated. A text that ends earlier is a cell too.
+    """The joint distribution of the first ``depth`` tokens, enumerated. A completion that ends earlier is a cell too.
 
     Args:
-        options: ``top_k`` must be set: without it there are too many texts.
-        temperature: in place of the temperature of the options.
+        model: a transformers model.
+        prompt: token ids.
+        depth: number of tokens.
+        options: ``top_k`` must be set; without it, there are too many cells.
+        temperature: overrides the temperature of the options.
+
+    Raises:
+        SettingsError: ``top_k`` is not between 1 and 16.
     """
     import torch
 
@@ -110,12 +117,12 @@ def exact_distribution(
 
 
 def entropy(distribution: Distribution) -> float:
-    """In bits."""
+    """Entropy in bits."""
     return -sum(p * math.log2(p) for p in distribution.values() if p > 0)
 
 
 def chi_square(counts: Counter[Cell], distribution: Distribution) -> tuple[float, int]:
-    """(p value, cells) of counts against a distribution; cells with an expected count below 5 are merged."""
+    """(p value, cells) of the test that counts follow a distribution. Cells with expected counts < 5 are merged."""
     from scipy.stats import chisquare  # type: ignore[import-untyped]
 
     total = sum(counts.values())
@@ -132,7 +139,8 @@ def chi_square(counts: Counter[Cell], distribution: Distribution) -> tuple[float
 
 
 def chi_square_two(a: Counter[Cell], b: Counter[Cell]) -> tuple[float, int]:
-    """(p value, cells) of two sets of samples having one distribution; cells with under 10 samples are merged."""
+    """(p value, cells) of the test that two samples have the same distribution. Cells with fewer than 10 samples are
+    merged."""
     from scipy.stats import chi2_contingency
 
     cells = [cell for cell in set(a) | set(b) if a[cell] + b[cell] >= 10]
@@ -150,14 +158,14 @@ class JointDistribution:
     """The chi-square tests of one prompt.
 
     Attributes:
-        draws: texts sampled.
-        depth: tokens of each text that are compared.
-        cells: of the exact distribution.
-        compression_ratio: S of lookahead's samples; at 1, no draft was accepted and nothing was tested.
-        p_exact: lookahead against the exact distribution.
-        p_plain: lookahead against transformers' plain sampling.
-        p_wrong: lookahead against the exact distribution at another temperature; near 0 if the test has power.
-        wrong_temperature: that temperature.
+        draws: number of samples.
+        depth: number of compared tokens per sample.
+        cells: number of cells of the exact distribution.
+        compression_ratio: S of lookahead's samples; 1 means that no draft was accepted and nothing was tested.
+        p_exact: p value against the exact distribution.
+        p_plain: p value against transformers' plain sampling.
+        p_wrong: p value against the exact distribution at ``wrong_temperature``; near 0 if the test has power.
+        wrong_temperature: the wrong temperature.
     """
 
     draws: int
@@ -180,13 +188,16 @@ def joint_distribution(
     temperature: float = 1.0,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> JointDistribution:
-    """Test the joint distribution of the first tokens after the prompt whose distribution has the largest entropy.
+    """Test the joint distribution of the first tokens, on the prompt with the largest entropy.
 
-    The method keeps its n-grams from text to text, so that there are drafts to accept.
+    The method keeps its n-grams from sample to sample, so that there are drafts to accept.
     """
+    # Choose the prompt.
     options = RunOptions(max_new_tokens=depth + 2, temperature=temperature, top_k=top_k)
     distributions = [exact_distribution(model, prompt, depth, options) for prompt in prompts]
     distribution, prompt = max(zip(distributions, prompts, strict=True), key=lambda pair: entropy(pair[0]))
+
+    # Sample with lookahead.
     drafted = make_methods(method, model)[-1]
     assert isinstance(drafted, Drafted)
     counts: Counter[Cell] = Counter()
@@ -198,6 +209,8 @@ def joint_distribution(
         counts[tuple(outcome.tokens[:depth])] += 1
         steps += len(outcome.step_tokens)
         tokens += sum(outcome.step_tokens)
+
+    # Compare with plain sampling and with the exact distributions.
     plain = _plain_draws(model, prompt, depth, options, draws)
     wrong = exact_distribution(model, prompt, depth, options, WRONG_TEMPERATURE)
     p_exact, cells = chi_square(counts, distribution)
@@ -215,7 +228,7 @@ def joint_distribution(
 def _plain_draws(
     model: ModelUnderTest, prompt: Sequence[int], depth: int, options: RunOptions, draws: int
 ) -> Counter[Cell]:
-    """First tokens of transformers' own sampling, many texts at a time."""
+    """First tokens of transformers' own sampling, in batches."""
     import torch
     from transformers import GenerationConfig
 
@@ -242,8 +255,11 @@ def _plain_draws(
 
 
 def summaries(study: Study) -> list[Prompt]:
-    """Prompts of the paper's data sets if they are in the data folder, else Spec-Bench's summaries of CNN/Daily Mail,
-    else functions of the standard library."""
+    """The prompts.
+
+    These come from the paper's data sets if they are in the data folder; otherwise they are Spec-Bench's summaries of
+    CNN/Daily Mail, or else functions of the standard library.
+    """
     sets = ("cnn-dailymail", "xsum")
     present = any(find_file(name, study.data) is not None for name in sets)
     if study.workloads or present or find_file("spec-bench", study.data) is None:
@@ -254,10 +270,10 @@ def summaries(study: Study) -> list[Prompt]:
 
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
-    """Plain decoding and lookahead at three temperatures, then the test of the joint distribution.
+    """Measure plain decoding and lookahead at three temperatures, then test the joint distribution.
 
-    The exact distribution is enumerated by a transformers model: where the model under test is none, as with packed
-    weights, that test has the same model in float32.
+    The exact distribution is enumerated with a transformers model. If the model under test is not one (packed
+    weights), the test uses the same model in float32.
     """
     prompts = summaries(study)
     records: list[Record] = []
@@ -271,7 +287,7 @@ def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
 
 
 def with_rouge(records: Sequence[Record]) -> list[Record]:
-    """The records with the ROUGE of each text that has a reference."""
+    """The records; those with a reference also have ROUGE scores."""
     return [
         record | ({"rouge": rouge(record["text"], record["reference"])} if record.get("reference") else {})
         for record in records
@@ -281,7 +297,7 @@ def with_rouge(records: Sequence[Record]) -> list[Record]:
 def measure_joint(
     model: ModelUnderTest, prompts: Sequence[Prompt], progress: Callable[[int, int, str], None] | None = None
 ) -> dict[str, Any]:
-    """The test of the joint distribution after the beginnings of some prompts, for the head of the records."""
+    """Test the joint distribution after the first tokens of some prompts, for the head of the records."""
     texts = [prompt.tokens(model.tokenizer)[:BEGINNING] for prompt in prompts[:8]]
     tests = joint_distribution(model, texts, draws=DRAWS, progress=progress)
     return asdict(tests) | {"dtype": model.dtype, "path": model.target.path}
@@ -290,7 +306,8 @@ def measure_joint(
 def as_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Rows of the page's table: temperature, method, ROUGE, S, speed-up, equality."""
     measured = [record for record in records if "skipped" not in record]
-    plain, rows = plain_of(measured), []
+    plain = plain_of(measured)
+    rows = []
 
     def key(record: Record) -> tuple[float, bool, str]:
         return record["options"]["temperature"], record["method"] != PLAIN, record["method"]
@@ -315,7 +332,7 @@ def as_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _rouge_intervals(records: Sequence[Record]) -> dict[str, tuple[float, float]]:
-    """95 % intervals of the means of one method's texts over draws of prompts. Empty without references."""
+    """95 % intervals of the mean scores of one method. Empty without references."""
     scored = [record for record in records if record.get("rouge")]
     return {
         kind: interval(drawn_sums(scored, [scored[0]["method"]], lambda r, kind=kind: (r["rouge"][kind], 1)))
@@ -329,8 +346,10 @@ def _score(row: dict[str, Any], kind: str) -> str:
 
 
 def page(head: Head, records: Sequence[Record]) -> Page:
-    """The page of these records."""
-    rows, timed = as_rows(records), head.get("timed", True) and not was_busy(records)
+    """Compute the page from the records."""
+    # The table. A busy machine's speed-ups are left out.
+    rows = as_rows(records)
+    timed = head.get("timed", True) and not was_busy(records)
     rows = [row if timed else row | {"speed_up": math.nan} for row in rows]
     body = [
         "| temperature | method | texts | ROUGE-1 | ROUGE-2 | ROUGE-L | the paper's ROUGE-1, -2, -L (CNN/Daily Mail) "
@@ -338,7 +357,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         "| ---: | --- | ---: | ---: | ---: | ---: | --- | ---: | --- | ---: | --- | ---: |",
     ]
     for row in rows:
-        temperature, is_plain = row["temperature"], row["method"] == PLAIN
+        temperature = row["temperature"]
+        is_plain = row["method"] == PLAIN
         scores = " | ".join(_score(row, kind) for kind in KINDS)
         paper_rouge = PAPER_ROUGE.get(temperature, ((), ()))[not is_plain]
         known = [] if is_plain else [PAPER[name][temperature] for name in PAPER if temperature in PAPER[name]]
@@ -348,6 +368,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
             f"| {', '.join(f'{x:.2f}' for x in paper_rouge) or '–'} | {number(row['S'])} | {paper_s} "
             f"| {number(row['speed_up'])} | {paper_speed} | {row['equal']}/{row['compared']} |"
         )
+
+    # The stronger tests: equality, and the joint distribution.
     drafted = [r for r in rows if r["method"] != PLAIN]
     equal, compared = (sum(row[name] for row in drafted) for name in ("equal", "compared"))
     body += ["", "In brackets 95 % intervals over draws of prompts.", ""]
@@ -355,6 +377,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
     tests = head.get("joint_distribution")
     if tests:
         body += _joint_lines(tests)
+
+    # What differs from the paper, and the figure.
     differs = [
         model_and_machine(head, records),
         *differences(rows),
@@ -397,7 +421,7 @@ def _joint_lines(tests: dict[str, Any]) -> list[str]:
 
 
 def differences(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """How S changes with the temperature, here and in the paper."""
+    """A sentence on how S changes with the temperature, here and in the paper."""
     ours = {row["temperature"]: row["S"] for row in rows if row["method"] != PLAIN}
     if not {0.0, 1.0} <= ours.keys():
         return []

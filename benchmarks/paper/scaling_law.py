@@ -1,7 +1,8 @@
 """The paper's scaling law (arXiv 2402.02057, section 4): equations 4, 5 and 7, and their fit to measurements.
 
-Letters: alpha, chance that a drafted token is accepted; gamma, drafted tokens of one speculation (N - 1 here);
-b, speculations verified at a time (G = W here); f, steps per good speculation; S, tokens per step.
+Letters: alpha is the probability that a drafted token is accepted, gamma the number of drafted tokens of one
+speculation (N - 1 here), b the number of speculations verified in one step (G = W here), f the number of steps per
+good speculation, and S the number of tokens per step.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ from .study import (
     ratios,
 )
 
-WINDOWS, NGRAMS = (2, 4, 8, 16, 32), (3, 5, 7)
-#: What W or G is while the other varies.
+#: Values of W = G.
+WINDOWS = (2, 4, 8, 16, 32)
+#: Values of N.
+NGRAMS = (3, 5, 7)
+#: W while G varies, and G while W varies.
 HELD = 16
 #: N of the paper's settings (table 4).
 PAPER_N = 5
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """Equation 4: tokens that one speculation yields on average, bonus token included.
+    """Equation 4: expected number of tokens from one speculation, including the bonus token.
 
     E = (1 - alpha^(gamma + 1)) / (1 - alpha), the sum of alpha^i for i = 0..gamma.
     """
@@ -49,20 +53,20 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 def expected_tokens_batched(alpha: float, gamma: int, b: float) -> float:
     """Equation 5: the same for the best of b independent speculations.
 
-    E = (gamma + 1) - sum_{i=1..gamma} (1 - alpha^i)^b: all of b miss depth i with chance (1 - alpha^i)^b.
-    For b = 1 it is equation 4.
+    E = (gamma + 1) - sum_{i=1..gamma} (1 - alpha^i)^b, where (1 - alpha^i)^b is the probability that none of the b
+    speculations is correct up to depth i. With b = 1 this is equation 4.
     """
     return float(gamma + 1 - sum((1 - alpha**i) ** b for i in range(1, gamma + 1)))
 
 
 def compression_ratio(alpha: float, f: float, gamma: int, b: float) -> float:
-    """Equation 7: S = (f - 1 + E) / f, where on average one step of f has a good speculation."""
+    """Equation 7: S = (f - 1 + E) / f, if on average one step in f has a good speculation."""
     return (f - 1 + expected_tokens_batched(alpha, gamma, b)) / f
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """alpha and f by least squares, and the share of the variance that they explain."""
+    """alpha and f fitted by least squares, and R2, the share of the variance that the fit explains."""
 
     alpha: float
     f: float
@@ -73,10 +77,11 @@ def fit(points: Sequence[tuple[int, int, float]], start: tuple[float, float] | N
     """Fit alpha and f to measured (W = G, N, S) by least squares.
 
     Args:
-        start: where the search begins; several places if None.
+        points: (W = G, N, S) of each measurement.
+        start: initial (alpha, f); None to try several.
 
     Raises:
-        SettingsError: fewer than three points, or scipy is missing.
+        SettingsError: fewer than three points, or scipy is not installed.
     """
     if len(points) < 3:
         raise SettingsError(f"at least 3 points are needed to fit alpha and f, got {len(points)}")
@@ -88,7 +93,7 @@ def fit(points: Sequence[tuple[int, int, float]], start: tuple[float, float] | N
     def residuals(x: Sequence[float]) -> list[float]:
         return [compression_ratio(x[0], x[1], n - 1, w) - s for w, n, s in points]
 
-    # The surface has flat parts: the best of several starts counts.
+    # The loss has flat regions, so take the best of several starts.
     starts = [start] if start else [(alpha, f) for alpha in (0.1, 0.3, 0.6) for f in (1.5, 3.0, 8.0)]
     best = min(
         (least_squares(residuals, start, bounds=([1e-6, 1.0], [1 - 1e-6, 1e4])) for start in starts),
@@ -100,17 +105,17 @@ def fit(points: Sequence[tuple[int, int, float]], start: tuple[float, float] | N
     return Fit(float(best.x[0]), float(best.x[1]), 1 - 2 * float(best.cost) / total if total else 1.0)
 
 
-#: Draws of prompts that alpha and f are fitted to.
+#: Number of bootstrap draws to which alpha and f are fitted.
 FITS = 200
-#: What the paper fits on MT-Bench with LLaMA-2-Chat 7B.
+#: The paper's fit on MT-Bench with LLaMA-2-Chat 7B.
 PAPER = Fit(0.425, 3.106, nan)
-#: Printed speeds of the same model and data set; no values were read off the curves of figure 8.
+#: Speeds that the authors state for the same model and data set; no values were read off the curves of figure 8.
 PAPER_SPEEDS = (
     "No values were read off the paper's figure 8. For LLaMA-2-Chat 7B on MT-Bench, its authors report a speed-up "
     "of 1.8 on an A100 with (15, 5, 15) (figure 6), and of about 1.4 on an RTX 3090 with W = 7 or 10 and N = 5 "
     "([issue 10 of their code](https://github.com/hao-ai-lab/LookaheadDecoding/issues/10))."
 )
-#: (W, N, G) by model size (section 5) and the extra operations of a step that the paper names, in one-row steps.
+#: (model size, (W, N, G) from section 5, extra operations of a step in the paper, in units of a one-row step).
 EXTRA = (("7B", (15, 5, 15), 120), ("13B", (10, 5, 10), 80), ("34B", (7, 5, 7), 56))
 
 
@@ -119,12 +124,12 @@ def _method(w: int, n: int, g: int) -> str:
 
 
 def methods() -> dict[tuple[int, int], str]:
-    """(W = G, N) -> method."""
+    """Name of the method by (W = G, N)."""
     return {(w, n): _method(w, n, w) for n in NGRAMS for w in WINDOWS}
 
 
 def apart() -> dict[str, dict[int, str]]:
-    """The letter that varies, W or G -> its size -> method, at the paper's N; the other is ``HELD``."""
+    """Letter that varies (W or G) -> its value -> name of the method. The other one is ``HELD``; N is the paper's."""
     return {
         "W": {size: _method(size, PAPER_N, HELD) for size in WINDOWS},
         "G": {size: _method(HELD, PAPER_N, size) for size in WINDOWS},
@@ -132,7 +137,7 @@ def apart() -> dict[str, dict[int, str]]:
 
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
-    """S of every W = G and N, and of W and G apart, on the first turns of MT-Bench."""
+    """Measure S for every W = G and N, and for W and G separately, on the first turns of MT-Bench."""
     prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in study.prompts(20, ["mt-bench"])]
     names = dict.fromkeys(
         [*methods().values(), *(name for sizes in apart().values() for name in sizes.values())]
@@ -141,7 +146,8 @@ def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
 
 
 def page(head: Head, records: Sequence[Record]) -> Page:
-    """The page of these records."""
+    """Compute the page from the records."""
+    # Fit the law to all completions, and to those without loops.
     free, texts = loop_free_texts(records)
     rows = {
         size: figures([r for r in records if r["method"] == name and "skipped" not in r], {}).rows
@@ -165,6 +171,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         raise SettingsError(
             "no prompt gave a text with steps to measure; use more prompts or another workload"
         )
+
+    # The tables that follow use the fit to all completions.
     points, found, drawn = next(iter(fits.values()))
     body += _doublings(found, {(w, n): s for w, n, s in points}, drawn)
     body += _apart(records)
@@ -183,6 +191,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         "",
         *_by_window(records, rows, drawn),
     ]
+
+    # What differs from the paper, and the figure.
     differs = [
         model_and_machine(head, records),
         *differences({(w, n): s for w, n, s in points}, found, drawn),
@@ -204,7 +214,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
 def _doublings(
     found: Fit, measured: Mapping[tuple[int, int], float], drawn: Mapping[tuple[int, int], Any]
 ) -> list[str]:
-    """Where the law bends: what S gains when W = G doubles, beside what equation 7 says that it gains."""
+    """The gain in S when W = G doubles, measured and by equation 7: where does the law bend?"""
     steps = list(itertools.pairwise(WINDOWS))
     lines = [
         "Where the law bends: what S gains when W = G doubles.",
@@ -232,7 +242,7 @@ def _doublings(
 
 
 def _apart(records: Sequence[Record]) -> list[str]:
-    """S by W alone and by G alone; nothing if the records have only W = G."""
+    """S by W alone and by G alone. Empty if the records have only W = G."""
     measured = ratios(records)
     sizes = apart()
     if any(name not in measured for column in sizes.values() for name in column.values()):
@@ -259,9 +269,10 @@ def _by_window(
     rows: Mapping[tuple[int, int], float],
     drawn: Mapping[tuple[int, int], Any],
 ) -> list[str]:
-    """What a larger window brings and costs at the paper's N; no speeds where other work ran."""
+    """Gain and cost of a larger window at the paper's N. A busy machine's speed-ups are left out."""
     measured = [r for r in records if "skipped" not in r]
-    plain, timed = plain_of(measured), not was_busy(records)
+    plain = plain_of(measured)
+    timed = not was_busy(records)
     lines = [
         f"What W brings and costs at N = {PAPER_N} (figure 8):",
         "",
@@ -321,11 +332,11 @@ def _table(
 def differences(
     measured: Mapping[tuple[int, int], float], found: Fit, drawn: Mapping[tuple[int, int], Any]
 ) -> list[str]:
-    """Sentences on where the measurement departs from the paper's equation 7.
+    """Sentences on how the measurements differ from the paper's equation 7.
 
     Args:
         measured: S by (W = G, N).
-        found: equation 7 as fitted to it.
+        found: the fit of equation 7 to them.
         drawn: S by (W = G, N) in each draw of prompts.
     """
 
@@ -373,7 +384,7 @@ def differences(
 def _figure(
     points: Sequence[tuple[int, int, float]], found: Fit, rows: Mapping[tuple[int, int], float]
 ) -> Any:
-    """Left S by the window, right S by the operations of a step."""
+    """Left: S by window size. Right: S by operations per step."""
     figure, left = new_figure(12.0, 4.4)
     left.remove()
     left, right = figure.subplots(1, 2, sharey=True)

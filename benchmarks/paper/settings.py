@@ -1,8 +1,8 @@
-"""S of lookahead decoding by one setting at a time: which settings pay?
+"""S of lookahead decoding with one setting changed at a time: which settings pay off?
 
     python -m benchmarks.paper settings --data DIR --workload humaneval --workload gsm8k --limit 40
 
-S is the number of tokens per forward pass after the prefill; it does not depend on the machine. Every output is
+S is the number of tokens per forward pass after the prefill; it does not depend on the machine. Every completion is
 compared with plain decoding.
 """
 
@@ -19,7 +19,7 @@ from .study import Study
 from .variants import VariantDrafter
 
 TRIPLES = [(15, 5, 15), (10, 5, 10), (7, 5, 7), (15, 7, 15), (15, 3, 15), (5, 5, 30), (30, 5, 5), (1, 5, 30)]
-#: name -> (settings of the library's, of ``VariantDrafter``)
+#: Name -> (settings of ``Lookahead``, settings that only ``VariantDrafter`` has).
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "default": ({}, {}),
     "slide: emitted": ({}, {"slide": "emitted"}),
@@ -38,7 +38,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over texts: tokens after the first, steps, rows, and texts equal to plain decoding."""
+    """Sums over completions: tokens after the first, steps, rows, and completions equal to plain decoding."""
 
     tokens: int = 0
     steps: int = 0
@@ -48,7 +48,7 @@ class Totals:
 
 
 def variants() -> dict[str, Drafter]:
-    """Name -> drafter."""
+    """The drafters by name."""
     return {name: VariantDrafter(**own, **lost) for name, (own, lost) in VARIANTS.items()}
 
 
@@ -66,7 +66,8 @@ def settings(study: Study) -> dict[str, dict[str, Totals]]:
     print(f"{'setting':<26}" + "".join(f"{name + ' S':>16}{'rows':>7}{'equal':>9}" for name in sets))
     totals_by_label: dict[str, dict[str, Totals]] = {}
     for label, drafter in variants().items():
-        line, totals_by_label[label] = f"{label:<26}", {}
+        line = f"{label:<26}"
+        totals_by_label[label] = {}
         for name, prompts in sets.items():
             totals = totals_by_label[label][name] = Totals()
             for ids, expected in zip(prompts, plain[name], strict=True):

@@ -1,4 +1,4 @@
-"""What the reproductions of the paper's results share: what they measure with, and the page computed from records."""
+"""The common part of the reproductions: what a study measures with, and how its page is computed from records."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from ..datasets import find_file, load_workload
 from ..peers import make_methods
 from .committed import Head
 
-#: N-grams from the window alone, as in the paper's algorithm.
+#: Settings that fill the pool from the window alone, as in the paper's algorithm.
 WINDOW_ONLY = "pool_from_prompt=0:pool_from_output=0"
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What a reproduction measures with.
+    """The model, prompts and options of a reproduction.
 
     Attributes:
-        model: under test.
-        workloads: names; empty for the study's own choice.
+        model: the model under test.
+        workloads: names of workloads; empty for the study's own choice.
         data: folder of data sets, or None.
-        limit: prompts per workload; None for the study's own choice, 0 for all.
+        limit: prompts per workload; None for the study's own number, 0 for all.
         options: how to decode.
-        records: folder for the whole records, so that an interrupt loses nothing.
-        progress: called with (records finished, records in all, what comes next).
+        records: folder for the complete records, so that an interrupted run can continue.
+        progress: called with (records finished, number of records, what comes next).
         model_path: where the model was loaded from; None for the default model.
     """
 
@@ -49,10 +49,11 @@ class Study:
     model_path: str | None = None
 
     def prompts(self, limit: int, workloads: Sequence[str] = ()) -> list[Prompt]:
-        """The prompts of the study: ``limit`` of each workload unless the user says otherwise.
+        """The prompts of the study.
 
         Args:
-            workloads: the data sets of the paper; those in the data folder are taken, or stdlib if none is there.
+            limit: prompts per workload, unless the study has a limit of its own.
+            workloads: the data sets of the paper. Those in the data folder are used, or stdlib if there are none.
         """
         present = [name for name in workloads if find_file(name, self.data) is not None]
         names = self.workloads or present or ["stdlib"]
@@ -62,7 +63,7 @@ class Study:
     def run(
         self, methods: Sequence[str | Method], prompts: Sequence[Prompt], options: RunOptions
     ) -> list[Record]:
-        """Measure; records are kept in the folder."""
+        """Measure, and save the records in the folder."""
         records = Records(self.records)
         return run(methods, prompts, self.model, options, records, self.progress, make_methods)
 
@@ -70,23 +71,23 @@ class Study:
         """The head of the committed records.
 
         Args:
-            command: as it was typed.
-            measured: what was measured once for the whole page.
+            command: the command line.
+            measured: measurements made once for the whole page.
         """
         return {"command": command, "parameters": self.model.parameter_count, **measured}
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a study says, computed from its records alone.
+    """The content of a study's page, computed from its records alone.
 
     Attributes:
-        title: heading.
+        title: heading of the page.
         body: lines of Markdown.
-        differs: what differs from the paper, a sentence or more each.
-        draw: draws the figure; None for a page without one.
-        alt: what the figure shows, for readers who do not see it.
-        facts: figures for machines; the summary of the records if None.
+        differs: differences from the paper, one or more sentences each.
+        draw: draws the figure; None for a page without a figure.
+        facts: machine-readable results; None for the summary of the records.
+        alt: alternative text of the figure.
     """
 
     title: str
@@ -101,14 +102,14 @@ class Reproduction(Protocol):
     """A module of this package that reproduces a result of the paper."""
 
     def measure(self, study: Study) -> tuple[list[Record], dict[str, Any]]:
-        """(records, what was measured once)."""
+        """Measure. Returns (records, measurements made once for the whole page)."""
 
     def page(self, head: Head, records: Sequence[Record]) -> Page:
-        """The page of these records."""
+        """Compute the page from the records."""
 
 
 def where_and_size(head: Head, records: Sequence[Record]) -> str:
-    """One line: machine, versions, model, and how many texts."""
+    """One line: machine, versions, model, and numbers of prompts and turns."""
     measured = [r for r in records if "skipped" not in r]
     prompts = {(r["workload"], r["prompt"]) for r in measured}
     by_workload = [
@@ -142,17 +143,17 @@ def page_text(name: str, head: Head, records: Sequence[Record], page: Page) -> s
 
 
 def page_facts(head: Head, records: Sequence[Record], page: Page) -> str:
-    """The page's figures as JSON."""
+    """The page's results as JSON."""
     table = [line.facts() for line in summarise(records).lines] if page.facts is None else page.facts
     facts = {"command": head["command"], "where": describe(records[-1]), "figures": finite(table)}
     return json.dumps(facts, indent=1) + "\n"
 
 
-# ----------------------------------------------------------------------------------- what several pages say
+# ----------------------------------------------------------------------------------- parts of several pages
 
 
 def model_and_machine(head: Head, records: Sequence[Record]) -> str:
-    """The model and the machine against the paper's."""
+    """A sentence that compares the model and the machine with the paper's."""
     return (
         f"The model is {records[-1]['model']} with {head['parameters'] / 1e6:.0f} million parameters in "
         f"{records[-1]['dtype']}, on the machine above; the paper runs LLaMA-2 and CodeLlama models of 7 to 70 "
@@ -161,8 +162,11 @@ def model_and_machine(head: Head, records: Sequence[Record]) -> str:
 
 
 def pool_figures(records: Sequence[Record]) -> tuple[float, float]:
-    """(h, m) of lookahead's records: the share of steps in which the pool had candidates, and how many tokens of
-    the best of them were right, the mean over those steps; NaN without a pool."""
+    """(h, m) of lookahead's records; NaN for other records.
+
+    h is the share of steps in which the pool had candidates; m is the mean number of accepted tokens of the best
+    candidate in those steps.
+    """
     with_pool = [(r["drafter"], r["steps"]) for r in records if "pool_hit_rate" in r.get("drafter", ())]
     steps = sum(count for _, count in with_pool)
     hits = sum(figures["pool_hit_rate"] * count for figures, count in with_pool)
@@ -171,13 +175,13 @@ def pool_figures(records: Sequence[Record]) -> tuple[float, float]:
 
 
 def loop_free_texts(records: Sequence[Record]) -> tuple[int, int]:
-    """(texts of plain decoding without a loop, all of them)."""
+    """(completions of plain decoding without loops, all completions of plain decoding)."""
     plain = [r for r in records if r["method"] == PLAIN and "skipped" not in r]
     return sum(bool(r["loop_free"]) for r in plain), len(plain)
 
 
 def loop_free_records(records: Sequence[Record]) -> list[Record]:
-    """The records of texts whose plain text has no loop."""
+    """The records whose completion by plain decoding has no loop."""
 
     def text_of(record: Record) -> tuple[Any, ...]:
         return record["workload"], record["prompt"], record["turn"], record["repeat"]
@@ -188,7 +192,7 @@ def loop_free_records(records: Sequence[Record]) -> list[Record]:
 
 
 def ratios(records: Sequence[Record], loop_free: bool = False) -> dict[str, float]:
-    """S by method, of all texts or of those whose plain text has no loop."""
+    """S by method, over all completions or over those whose plain decoding has no loop."""
     kept = loop_free_records(records) if loop_free else [r for r in records if "skipped" not in r]
     return {
         method: figures([r for r in kept if r["method"] == method], {}).s_steps
@@ -203,6 +207,6 @@ def in_words(names: Sequence[Any]) -> str:
 
 
 def descending(values: dict[str, float]) -> str:
-    """Names with their values, the largest first."""
+    """Names with their values, in descending order."""
     ranked = sorted(values, key=lambda name: -values[name])
     return " > ".join(f"{name} ({values[name]:.2f})" for name in ranked)

@@ -1,10 +1,10 @@
-"""Lookahead decoding with settings that were tried and that the library does not have.
+"""Lookahead decoding with settings that were tried and that the library does not include.
 
-slide           the window moves by one ``column`` a step (the library, and the authors' code), or by as many
-                columns as tokens were ``emitted``
-window_init     where the window's guesses come from: tokens of the ``prompt`` (the library), random tokens of the
+slide           how far the window moves in a step: by one ``column`` (the library, and the authors' code), or by one
+                column per ``emitted`` token
+window_init     source of the tokens that fill the window: the ``prompt`` (the library), random tokens of the
                 ``vocabulary``, or the ``pool``
-verify_window   verification may descend into the window's rows too, at the price of their logits
+verify_window   also verify the window's rows, which requires their logits
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lookahead.drafters.lookahead import Lookahead, LookaheadDraftState
 
 @dataclass(frozen=True)
 class VariantDrafter(Lookahead):
-    """The paper's method with other choices than the library's.
+    """The paper's method with choices that differ from the library's.
 
     Attributes:
-        slide, window_init, verify_window: see the module.
+        slide, window_init, verify_window: see the module docstring.
     """
 
     slide: str = "column"
@@ -43,10 +43,12 @@ class VariantDrafter(Lookahead):
 
 
 class VariantDraftState(LookaheadDraftState):
-    """One sequence of a variant."""
+    """The draft state of one sequence."""
 
     def __init__(self, settings: VariantDrafter, sequence: Start) -> None:
-        self.variant, self.vocabulary = settings, sequence.vocabulary
+        # The superclass fills the window, which calls _guess: set what it needs first.
+        self.variant = settings
+        self.vocabulary = sequence.vocabulary
         super().__init__(settings, sequence)
 
     def _guess(self) -> int:
@@ -66,6 +68,7 @@ class VariantDraftState(LookaheadDraftState):
 
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
         super().observe(tree, scores, path, tokens)
+        # The superclass has moved the window by one column; move it by the others.
         columns = len(tokens) - 1 if self.variant.slide == "emitted" else 0
         if columns:
             for level in self._window.levels:
