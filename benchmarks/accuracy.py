@@ -23,7 +23,7 @@ from .datasets import find_file
 from .page import write_page
 
 METHODS = ("plain", "adaptive")
-#: The last number of the answer.
+#: Matches the last number of an answer.
 NUMBER = r"(-?[0-9][0-9,]*(?:\.[0-9]+)?)(?!.*[0-9])"
 
 
@@ -58,22 +58,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", nargs="?", help="as lookahead.load takes it; the default model if not given")
-    parser.add_argument("--data", type=Path, required=True, help="folder of data sets by name")
-    parser.add_argument("--limit", type=int, default=100, help="questions")
+    parser.add_argument(
+        "model", nargs="?", help="as for lookahead.load (default: the library's default model)"
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder of data sets")
+    parser.add_argument("--limit", type=int, default=100, help="number of questions")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-new-tokens", type=int, default=192)
     parser.add_argument("--out", type=Path, default=Path("build/results/accuracy"), help="page and JSON")
     given = parser.parse_args()
     file = find_file("gsm8k", given.data)
     if file is None:
-        raise SettingsError(f"--data must hold gsm8k, got {given.data}")
+        raise SettingsError(f"--data must contain gsm8k, got {given.data}")
     import lm_eval
 
     from .lm_eval import HFLookahead
 
+    # Let the harness run the questions with each method.
     llm = lookahead.load(given.model, dtype=given.dtype)
-    lines, texts = [], []
+    lines = []
+    texts = []
     with tempfile.TemporaryDirectory() as folder:
         local = task(file, given.limit, Path(folder), given.max_new_tokens)
         for method in METHODS:
@@ -94,6 +98,8 @@ def main() -> None:
                     "S": (new - len(model.stats)) / steps,
                 }
             )
+
+    # Write the page.
     record = environment() | {"model": llm.name, "dtype": llm.dtype, "path": llm.path}
     equal = sum(a == b for a, b in zip(*texts, strict=True))
     rows = [[x["method"], str(x["questions"]), f"{x['exact_match']:.3f}", f"{x['S']:.2f}"] for x in lines]

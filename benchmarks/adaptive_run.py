@@ -32,12 +32,20 @@ from lookahead.sampling import SeededNoise, make_choose
 from .datasets import load_workload
 
 WORKLOADS = {"code": "humaneval", "maths": "gsm8k"}
-#: Lower ends of the levels of estimated probability.
+#: Lower bounds of the bins of estimated probability.
 LEVELS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 class Watched(Drafter):
-    """The state of one sequence. Its estimates are compared with the target's choices."""
+    """The adaptive drafter; its estimates are compared with the target's choices.
+
+    Args:
+        drafter: the drafter to watch.
+        levels: for each bin, [drafted children, correct ones, sum of their estimates]; updated.
+
+    Attributes:
+        plain: by step, whether it was a plain step.
+    """
 
     def __init__(self, drafter: Adaptive, levels: list[list[float]]) -> None:
         self.drafter = drafter
@@ -49,10 +57,12 @@ class Watched(Drafter):
 
 
 class WatchedState(DraftState):
-    """The state of that sequence."""
+    """The draft state of one sequence."""
 
     def __init__(self, watched: Watched, state: AdaptiveDraftState) -> None:
-        self.watched, self.drafter, self.levels = watched, state, watched.levels
+        self.watched = watched
+        self.drafter = state
+        self.levels = watched.levels
 
     def draft(self, max_depth: int, max_rows: int = 1 << 20, batch: int = 1) -> TokenTree:
         tree = self.drafter.draft(max_depth, max_rows, batch)
@@ -89,7 +99,8 @@ def rows_over_time(runs: Sequence[dict[str, Any]]) -> Any:
                 texts[run["workload"]] = run
     for row, (workload, run) in enumerate(texts.items(), 1):
         axes = figure.add_subplot(len(texts), 1, row)
-        ends, total = [], 0
+        ends = []
+        total = 0
         for tokens in run["tokens"]:
             total += tokens
             ends.append(total)
@@ -139,9 +150,9 @@ def draw(facts: Mapping[str, Any], folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--data", help="a folder with the data sets")
-    add("--draw", action="store_true", help="only draw the pictures again, from the figures in --out")
-    add("--model", help="in place of SmolLM2")
+    add("--data", help="folder of data sets")
+    add("--draw", action="store_true", help="only redraw the plots, from the figures in --out")
+    add("--model", help="default: SmolLM2")
     add("--dtype", default="bfloat16")
     add("--prompts", type=int, default=20)
     add("--new-tokens", type=int, default=128)
@@ -154,9 +165,14 @@ def main() -> None:
         return
     if args.data is None:
         parser.error("--data must be a folder with the data sets (docs/benchmarks.md names them)")
+
+    # Measure step times, which the budget needs.
     llm = lookahead.load(args.model, dtype=args.dtype)
-    target, size = llm.target(), llm.vocabulary
+    target = llm.target()
+    size = llm.vocabulary
     curve = curve_of(llm.model, target.path, lambda: target, print)
+
+    # Decode every prompt with each method.
     runs: list[dict[str, Any]] = []
     levels = {str(temperature): [[0.0, 0.0, 0.0] for _ in LEVELS] for temperature in args.temperatures}
     for temperature in args.temperatures:
@@ -187,7 +203,8 @@ def main() -> None:
                     while engine.busy:
                         steps += [(update.rows, len(update.tokens)) for update in engine.step()]
                     made[method] = sequence, steps[1:], perf_counter() - start, drafter
-                plain, (sequence, steps, seconds, drafter) = made["plain"], made["adaptive"]
+                plain = made["plain"]
+                sequence, steps, seconds, drafter = made["adaptive"]
                 runs.append(
                     {
                         "workload": workload,
@@ -201,6 +218,8 @@ def main() -> None:
                         "drafter": dict(sequence.stats.drafter),
                     }
                 )
+
+    # Save the figures, and draw them.
     where = describe({**environment(), "model": llm.name, "dtype": llm.dtype, "path": llm.path})
     command = command_line(sys.argv[1:], "python -m benchmarks.adaptive_run")
     facts = {"command": command, "where": where, "levels": LEVELS, "calibration": levels, "runs": runs}

@@ -64,7 +64,8 @@ class Runner:
 
     def measure(self, method: Callable[[], Callable[[], Drafter]]) -> dict[str, Any]:
         """S, rows per step and accepted tokens per step by source."""
-        make, total = method(), Stats()
+        make = method()
+        total = Stats()
         figures: Counter[str] = Counter()
         for number, plain in enumerate(self.plain):
             outcome = self._decode(number, make())
@@ -74,7 +75,8 @@ class Runner:
             total.rows += outcome.stats.rows
             total.new_tokens += outcome.stats.new_tokens - 1
             figures.update(outcome.stats.drafter)
-        steps, prefix = max(1, total.steps), "accepted_by_"
+        steps = max(1, total.steps)
+        prefix = "accepted_by_"
         return {
             "s": total.new_tokens / steps,
             "steps": total.steps,
@@ -105,7 +107,13 @@ class Runner:
 
 
 def methods(size: int, rows: int, quick: bool) -> dict[str, Callable[[], Callable[[], Drafter]]]:
-    """Label -> (fresh) -> maker of drafters; a maker's drafters share their state. ``size`` is V."""
+    """Label -> function that returns a maker of drafters. The drafters of one maker share their state.
+
+    Args:
+        size: V.
+        rows: maximum rows of adaptive.
+        quick: without the ablation.
+    """
 
     def paper(warm: bool) -> Callable[[], Drafter]:
         pool = NGramPool(PAPER[2]) if warm else None
@@ -196,9 +204,9 @@ def body(records: Sequence[dict[str, Any]], args: argparse.Namespace) -> list[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--data", type=Path, help="a folder with the data sets")
-    add("--draw", action="store_true", help="only draw the picture again, from --credit")
-    add("--model", help="in place of SmolLM2")
+    add("--data", type=Path, help="folder of data sets")
+    add("--draw", action="store_true", help="only redraw the plot, from --credit")
+    add("--model", help="default: SmolLM2")
     add("--dtype", default="bfloat16")
     add("--prompts", type=int, default=60)
     add("--new-tokens", type=int, default=128)
@@ -207,9 +215,7 @@ def main() -> None:
     add("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS))
     add("--quick", action="store_true", help="without the ablation")
     add("--out", type=Path, default=Path("build/results/adaptive"), help="page and JSON")
-    add(
-        "--credit", type=Path, default=Path("docs/images/adaptive-credit.json"), help="figures of the picture"
-    )
+    add("--credit", type=Path, default=Path("docs/images/adaptive-credit.json"), help="figures of the plot")
     add("--picture", type=Path, default=Path("docs/images/adaptive-credit"))
     args = parser.parse_args()
     if args.draw:
@@ -218,6 +224,8 @@ def main() -> None:
         return
     if args.data is None:
         parser.error("--data must be a folder with the data sets (docs/benchmarks.md names them)")
+
+    # Measure every method on each workload and temperature.
     llm = lookahead.load(args.model, dtype=args.dtype)
     model = ModelUnderTest.of(llm)
     records: list[dict[str, Any]] = []
@@ -237,6 +245,8 @@ def main() -> None:
                 record = {"workload": workload, "temperature": temperature, "method": label, **measure()}
                 records.append(record)
                 print(f"  {label:32} S {record['s']:.3f}  rows {record['rows']:5.1f}", flush=True)
+
+    # Draw the plot, save its figures, and write the page.
     where = {**environment(), "model": llm.name, "dtype": llm.dtype, "path": llm.path}
     save(credit_by_source(records, args.rows), args.picture, describe(where))
     credited = [

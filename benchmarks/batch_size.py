@@ -2,8 +2,8 @@
 
     python -m benchmarks.batch_size [MODEL] --data DIR
 
-The same prompts at every batch size, alternating plain decoding and adaptive, all completions compared. In the last
-line there are as many prompts as sequences, so that none waits.
+Every batch size decodes the same prompts, alternating plain decoding and adaptive, and all completions are compared.
+In the last line there are as many prompts as sequences, so that no prompt waits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WORKLOADS = ("humaneval", "gsm8k", "mbpp", "classeval", "mt-bench", "spec-bench"
 METHODS = (PLAIN, "adaptive")
 SIZES = (1, 2, 4, 8)
 DRAFTERS = (PLAIN, "prompt-lookup", "lookahead", "adaptive")
-#: Files whose allocations are a drafter's own.
+#: Files whose allocations count as a drafter's.
 OF_DRAFTERS = [tracemalloc.Filter(True, f"*/lookahead/{part}") for part in ("drafters/*", "core/drafter.py")]
 
 
@@ -86,7 +86,7 @@ def memory(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
     model = ModelUnderTest.of(llm)
     kept = {}
     for name in DRAFTERS:
-        for traced in (False, True):  # the first prompt compiles and imports
+        for traced in (False, True):  # the first run compiles and imports
             if traced:
                 tracemalloc.start()
             drafter = as_drafter(name)
@@ -152,8 +152,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", nargs="?", help="as lookahead.load takes it; the default model if not given")
-    parser.add_argument("--data", type=Path, required=True, help="folder of data sets by name")
+    parser.add_argument(
+        "model", nargs="?", help="as for lookahead.load (default: the library's default model)"
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder of data sets")
     parser.add_argument("--limit", type=int, default=10, help="prompts of each data set")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
@@ -165,7 +167,8 @@ def main() -> None:
     prompts = [prompt.tokens(llm.tokenizer) for some in sets for prompt in some]
     for method in METHODS:  # compile, and measure step times
         llm.generate(prompts[:2], drafter=method, max_new_tokens=32)
-    load, lines = os.getloadavg()[0], []
+    load = os.getloadavg()[0]
+    lines = []
     for size, some in [*((size, prompts) for size in SIZES), (SIZES[-1], prompts[: SIZES[-1]])]:
         lines.append(speeds(llm, some, size, given.repeats, given.max_new_tokens))
         print(lines[-1], file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ from .datasets import SETS, load_workload
 
 
 def variants(drafted: int) -> dict[str, Drafter]:
-    """Name -> drafter; the last ones draft at most this many tokens."""
+    """The drafters by name; the last ones draft at most this many tokens."""
     whole = Adaptive(rows=64, sources=tuple(SOURCES))
     short = replace(whole, chain=True, max_rows=drafted + 1)
     return {
@@ -43,11 +43,11 @@ def table(model: str, dtype: str, data: Path, limit: int, tokens: int, drafted: 
 
     Args:
         model: a file or a folder.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         data: folder of the data sets.
         limit: prompts of each data set.
         tokens: new tokens per prompt.
-        drafted: most tokens of a short chain.
+        drafted: maximum tokens of a short chain.
     """
     llm = lookahead.load(model, dtype=dtype)
     sets = {name: load_workload(name, limit, data=data) for name in SETS}
@@ -55,8 +55,9 @@ def table(model: str, dtype: str, data: Path, limit: int, tokens: int, drafted: 
     for name, drafter in variants(drafted).items():
         if isinstance(drafter, Adaptive):
             drafter = replace(drafter, state=AdaptiveState(drafter))
-        emitted, steps = dict.fromkeys(SETS, 0), dict.fromkeys(SETS, 0)
-        for number in range(limit):  # prompts of one set come at different times, as in a server
+        emitted = dict.fromkeys(SETS, 0)
+        steps = dict.fromkeys(SETS, 0)
+        for number in range(limit):  # alternate between data sets, as requests to a server would
             for workload in SETS:
                 prompt = sets[workload][number].tokens(llm.tokenizer)
                 stats = llm.generate(prompt, max_new_tokens=tokens, drafter=drafter).stats

@@ -33,7 +33,8 @@ def convert(source: Path, out: Path, name: str) -> None:
     """Write ``out`` with the metadata of ``source``, its matrices in the format ``name``."""
     if name in BY_LLAMA_CPP:
         return _quantized(source, out, TYPES[name])
-    reader, wanted = GGUFReader(source), GGMLQuantizationType[name]
+    reader = GGUFReader(source)
+    wanted = GGMLQuantizationType[name]
     writer = GGUFWriter(out, str(reader.fields["general.architecture"].contents()))
     for field in reader.fields.values():
         own = field.name == "general.architecture" or field.name.startswith("GGUF.")
@@ -70,7 +71,7 @@ def export(source: Path, out: Path) -> None:
 
 
 def _quantized(source: Path, out: Path, kind: LlamaFileType) -> None:
-    """A file by llama.cpp's quantizer, which chooses the format of each tensor."""
+    """Convert with llama.cpp's quantizer, which chooses the format of each tensor."""
     import llama_cpp
 
     with tempfile.TemporaryDirectory() as folder:

@@ -37,7 +37,8 @@ class Source:
 
     def prompt(self, workload: str, row: Mapping[str, Any], number: int) -> Prompt:
         """The prompt of a row."""
-        name, category = str(row.get(self.id, number)), str(row.get("category", ""))
+        name = str(row.get(self.id, number))
+        category = str(row.get("category", ""))
         if "turns" in row:
             return workloads.conversation(workload, name, category, row["turns"], row.get("reference"))
         if "prompt" in row:
@@ -46,12 +47,14 @@ class Source:
             key: "\n".join(map(str, value)) if isinstance(value, list) else value
             for key, value in row.items()
         }
-        turn, plain = self.turn.format_map(texts), self.plain.format_map(texts).rstrip()
+        turn = self.turn.format_map(texts)
+        plain = self.plain.format_map(texts).rstrip()
         reference = row[self.reference] if self.reference else None
         return Prompt(name, workload, (turn,), plain or None, category, reference)
 
 
-_GITHUB, _HUB = "https://github.com/", "https://huggingface.co/datasets/"
+_GITHUB = "https://github.com/"
+_HUB = "https://huggingface.co/datasets/"
 _COMPLETE = "Complete this Python {}. Answer with the code only.\n\n"
 #: The data sets of the project's pages.
 SETS = ("humaneval", "gsm8k", "mbpp", "mt-bench", "classeval", "spec-bench")
@@ -136,7 +139,8 @@ def load_workload(
                 "and the path of a JSON-lines file"
             )
         return workloads.load_workload(name, limit, seed)
-    source, path = SOURCES[name], Path(given) if given else find_file(name, data)
+    source = SOURCES[name]
+    path = Path(given) if given else find_file(name, data)
     if path is None:
         missing = f"there is nothing for {name} in {data}; " if data is not None else ""
         raise SettingsError(

@@ -108,12 +108,10 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a directory, a .gguf file or a hub id; SmolLM2 without it")
+    parser.add_argument("--model", help="a directory, a .gguf file or a hub id (default: SmolLM2)")
     parser.add_argument("--prompts", type=int, default=6, choices=range(1, len(PROMPTS) + 1))
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument(
-        "--presets", action="store_true", help="presets and adaptive in place of the departures"
-    )
+    parser.add_argument("--presets", action="store_true", help="measure presets and adaptive instead")
     options = parser.parse_args()
     llm = lookahead.load(options.model)
     print(

@@ -51,7 +51,8 @@ def pool_of_text(llm: Any, prompt: Any, tokens: int) -> dict[str, Any]:
             if state is not None and len(sequence.tokens) >= mark and str(mark) not in sizes:
                 stats = state.pool.stats()
                 sizes[str(mark)] = (int(stats["keys"]), int(stats["continuations"]))
-    stats, drafted = sequence.stats, state.stats()
+    stats = sequence.stats
+    drafted = state.stats()
     return {
         "sizes": sizes,
         "new_tokens": stats.new_tokens,
@@ -62,9 +63,12 @@ def pool_of_text(llm: Any, prompt: Any, tokens: int) -> dict[str, Any]:
 
 
 def convergence_of_text(llm: Any, prompt: Any, tokens: int) -> dict[str, Any]:
-    """How often a guess is correct, by the number of times that its position was evaluated before."""
-    guesses: list[tuple[int, list[int]]] = []  # (position in the text of the first, the guesses of a step)
-    emitted, block_start, iterations = 0, 1, 0
+    """How often a guess is correct, by the number of iterations that its block has been through."""
+    # Record the guesses of every step.
+    guesses: list[tuple[int, list[int]]] = []  # (position of a step's first guess, the step's guesses)
+    emitted = 0
+    block_start = 1
+    iterations = 0
     entered: list[int] = []  # by step, how many iterations its block has been through
     for update in llm.run([prompt], max_new_tokens=tokens, ignore_eos=True, drafter=Jacobi(BLOCK)):
         if update.tree is not None:
@@ -72,10 +76,16 @@ def convergence_of_text(llm: Any, prompt: Any, tokens: int) -> dict[str, Any]:
             entered.append(iterations)
             iterations += 1
             if emitted + len(update.tokens) >= block_start + BLOCK:
-                block_start, iterations = emitted + len(update.tokens), 0
+                block_start = emitted + len(update.tokens)
+                iterations = 0
         emitted = len(update.sequence.tokens)
-    text, stats = update.sequence.tokens, update.sequence.stats
-    right, seen, done = Counter[int](), Counter[int](), Counter[int]()
+
+    # Compare them with the tokens that were emitted.
+    text = update.sequence.tokens
+    stats = update.sequence.stats
+    right = Counter[int]()
+    seen = Counter[int]()
+    done = Counter[int]()
     for (first, row), age in zip(guesses, entered, strict=True):
         pairs = list(zip(row, text[first:], strict=False))
         seen[age] += len(pairs)
@@ -147,13 +157,15 @@ def block_table(texts: dict[str, list[dict[str, Any]]], ages: Sequence[int]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
-    add("--model", help="the default model if not given")
+    add("--model", help="default: the library's default model")
     add("--data", type=Path, required=True, help="folder of data sets")
     add("--limit", type=int, default=5, help="prompts of each set")
-    add("--max-new-tokens", type=int, default=MARKS[-1], help="sequences go on after the end-of-text token")
+    add("--max-new-tokens", type=int, default=MARKS[-1], help="completions continue after end tokens")
     add("--out", type=Path, default=Path("docs/results/dynamics"), help="page and JSON")
     given = parser.parse_args()
-    where, load = environment(), os.getloadavg()[0]
+    # Decode every prompt with lookahead and with Jacobi decoding.
+    where = environment()
+    load = os.getloadavg()[0]
     llm = lookahead.load(given.model)
     pools: dict[str, list[dict[str, Any]]] = {}
     blocks: dict[str, list[dict[str, Any]]] = {}
@@ -164,6 +176,8 @@ def main() -> None:
             blocks.setdefault(name, []).append(convergence_of_text(llm, ids, given.max_new_tokens))
         print(name, flush=True)
     sizes = memory(llm)
+
+    # Write the page.
     body = [
         "## The pool of (15, 5, 15)",
         "",

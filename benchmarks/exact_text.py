@@ -152,18 +152,19 @@ def measure_cost(llm: LLM, settings: dict[str, Any]) -> dict[str, Any]:
 
 def page(lines: list[dict[str, Any]], command: str) -> str:
     """The page, by machine: completions that differ, then the costs."""
+    # A section for each machine.
     text = ["# Exact mode: texts that differ, and what it costs", "", f"`{command}`", ""]
     for where in dict.fromkeys(line["where"] for line in lines):
         here = [line for line in lines if line["where"] == where]
         text += [f"## {where}", ""]
+
+        # Completions that differ, by mode and temperature.
         rows = []
         groups = [line for line in here if "cost" not in line]
         for kind in sorted({(line["temperature"], not line["exact"]) for line in groups}):
             some = [line for line in groups if (line["temperature"], not line["exact"]) == kind]
-            count, tokens = (
-                sum(len(line["first_differences"]) for line in some),
-                sum(x["tokens"] for x in some),
-            )
+            count = sum(len(line["first_differences"]) for line in some)
+            tokens = sum(line["tokens"] for line in some)
             rows.append(
                 [
                     "ordinary (the control)" if kind[1] else "`exact=True`",
@@ -181,6 +182,8 @@ def page(lines: list[dict[str, Any]], command: str) -> str:
             heads = ["mode", "temperature", "texts that differ", "tokens", "tokens a step"]
             heads += ["processor ms a token, plain", "drafted"]
             text += [markdown_table(heads, rows), ""]
+
+        # Tokens per second, by model, dtype and method.
         costs = []
         for line in here:
             for method in METHODS if "cost" in line else ():
@@ -212,16 +215,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", nargs="?", help="in place of SmolLM2")
+    parser.add_argument("model", nargs="?", help="default: SmolLM2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--texts", type=int, default=100)
-    parser.add_argument("--controls", type=int, default=20, help="texts that are also decoded without exact")
+    parser.add_argument(
+        "--controls", type=int, default=20, help="prompts that are also decoded without exact"
+    )
     parser.add_argument("--batch", type=int, default=10)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--method", default="adaptive")
     parser.add_argument("--max-rows", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--cost", action="store_true", help="measure the cost in place of texts")
+    parser.add_argument("--cost", action="store_true", help="measure the cost instead")
     parser.add_argument("--cost-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -230,6 +235,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+
+    # Find the groups that the file does not have yet.
     command = "python -m benchmarks.exact_text " + " ".join(word for word in sys.argv[1:] if word != "--page")
     lines = read_records(given.out, "key", "this command")
     if given.page:
@@ -239,17 +246,23 @@ def main() -> None:
     done = {line["key"] for line in lines}
     todo = [job for job in jobs if job[0] not in done]
     print(f"{len(todo)} of {len(jobs)} groups to do", flush=True)
-    spent = size = 0.0
-    llm, about = None, {}
+
+    # Measure them, and write the page after each one.
+    spent = 0.0
+    size = 0.0
+    llm = None
+    about: dict[str, Any] = {}
     with RecordWriter(given.out, append=True) as out:
         for number, (key, part, settings) in enumerate(todo):
             model = {name: settings.get(name) for name in ("cost", "dtype")}
             if model != about:
-                llm, about = load(given, settings), model
+                llm = load(given, settings)
+                about = model
             assert llm is not None
             begin = perf_counter()
             measured = measure_cost(llm, settings) if given.cost else measure_texts(llm, settings)
-            spent, size = spent + perf_counter() - begin, size + part
+            spent += perf_counter() - begin
+            size += part
             names = {"model": settings.get("cost") or llm.name.rpartition("/")[2], "dtype": settings["dtype"]}
             where = describe(environment() | names | {"path": "transformers"})
             line = {"key": key, "where": where} | settings | measured

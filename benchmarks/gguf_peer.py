@@ -23,8 +23,8 @@ def outcome_of(
         prompt_tokens: length of the prompt.
         tokens: the new tokens.
         rows: rows of each step.
-        sizes: tokens that the prefill gave, then those of each step.
-        times: when decoding began, when the prefill's tokens arrived, then each step's, in seconds.
+        sizes: number of tokens from the prefill, then from each step.
+        times: seconds at which decoding began, the prefill's tokens arrived, and each step's tokens arrived.
     """
     prefill, *steps = sizes
     if len(steps) != len(rows) or len(tokens) != sum(sizes):
@@ -52,7 +52,8 @@ class GGUFPeer(Method):
         model: the model under test.
 
     Attributes:
-        package: its name on the package index; ``installing`` describes the installation.
+        package: name on the package index.
+        installing: a note on the installation, for the error message.
         engine: the library's object for the file, loaded for the first prompt.
 
     Raises:
@@ -74,7 +75,8 @@ class GGUFPeer(Method):
         gguf = file or model.gguf
         if gguf is None or not Path(gguf).is_file():
             raise SettingsError(f"{name} needs a GGUF file, got {gguf or model.name}; give it as {name}:FILE")
-        self.file, self.lookup = Path(gguf), name.endswith("-lookup")
+        self.file = Path(gguf)
+        self.lookup = name.endswith("-lookup")
         self.label = f"{name}:{self.file.name}"
         self.engine: Any = None
 

@@ -1,7 +1,7 @@
-"""A model of GPUs that this has not run on: step times, speed-ups and memory from shapes and data sheets.
+"""A model of GPUs that are not available: step times, speed-ups and memory from model shapes and data sheets.
 
     python -m benchmarks.gpu_model            print the tables of docs/gpu.md
-    python -m benchmarks.gpu_model --write    put them into the page
+    python -m benchmarks.gpu_model --write    write them into that page
 
 A step of k rows after T tokens reads all weights and the keys and values of T + k tokens, and multiplies every row
 with every weight:
@@ -32,17 +32,29 @@ from lookahead.targets.limits import GRAPH_MEMORY
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "gpu.md"
 RESULTS = ROOT / "docs" / "results"
-#: Shares of the data sheet's numbers that large kernels reach; kernels of a layer in a captured pass, their seconds.
-BANDWIDTH_SHARE, RATE_SHARE = 0.8, 0.6
-KERNELS, KERNEL_SECONDS = 27, 2e-6
-#: Tokens of context of the step times.
+#: Share of the data sheet's bandwidth that large kernels reach.
+BANDWIDTH_SHARE = 0.8
+#: Share of the data sheet's matrix rate that large kernels reach.
+RATE_SHARE = 0.6
+#: Kernels per layer in a captured pass.
+KERNELS = 27
+#: Seconds of a kernel, apart from its memory traffic and operations.
+KERNEL_SECONDS = 2e-6
+#: Tokens of context in the tables of step times.
 CONTEXT = 512
 ROWS = (8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU: bytes per second, dense 16-bit operations per second with sums in 32 bits, GB of memory."""
+    """A GPU.
+
+    Attributes:
+        name: name of the card.
+        bandwidth: bytes per second.
+        rate: dense 16-bit operations per second with 32-bit accumulation.
+        memory: GB.
+    """
 
     name: str
     bandwidth: float
@@ -52,7 +64,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder-only model; ``tied``: whether the output matrix is the embedding."""
+    """The shape of a decoder-only model. ``tied``: whether the output matrix is the embedding."""
 
     name: str
     hidden: int
@@ -66,7 +78,7 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of the matrices of all layers."""
+        """Number of weights in the matrices of all layers."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_size
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
@@ -90,7 +102,7 @@ MODELS = (
     Shape("Llama-3.2 1B", 2048, 8192, 16, 32, 8, 64, 128256, True),
     Shape("Llama-2 7B", 4096, 11008, 32, 32, 32, 128, 32000, False),
 )
-#: Bytes of a weight of the layers; the output matrix stays at two.
+#: Bytes per weight of the layers. The output matrix always has two bytes per weight.
 WEIGHTS = {"bf16": 2.0, "4 bits": 4.5 / 8}
 
 
@@ -100,7 +112,7 @@ def weight_bytes(shape: Shape, weights: str) -> float:
 
 
 def step_seconds(card: Card, shape: Shape, weights: str, rows: int, context: int = CONTEXT) -> float:
-    """t(k): seconds of a step."""
+    """t(k): seconds of a step of ``rows`` rows."""
     per_token = 2 * 2 * shape.kv_heads * shape.head_size * shape.layers
     read = weight_bytes(shape, weights) + per_token * (context + rows)
     products = 2 * rows * (shape.layer_weights + shape.output_weights)
@@ -112,7 +124,14 @@ def step_seconds(card: Card, shape: Shape, weights: str, rows: int, context: int
 def speed_up(
     card: Card, shape: Shape, weights: str, s: float, rows: int, host: float = 0.0, padded: bool = True
 ) -> float:
-    """The speed-up of steps of ``rows`` rows with S tokens each over plain decoding."""
+    """Speed-up over plain decoding.
+
+    Args:
+        s: S, tokens per step.
+        rows: rows per step.
+        host: seconds of the drafter on the host per step.
+        padded: whether rows are padded to the size of a captured pass.
+    """
     rows = (bucket_of(rows) or rows) if padded else rows
     plain = step_seconds(card, shape, weights, 1)
     return s * plain / (step_seconds(card, shape, weights, rows) + host)
@@ -120,7 +139,14 @@ def speed_up(
 
 @dataclass(frozen=True)
 class Method:
-    """A way to draft: its measured S, rows of a step, and seconds of the drafter on the host."""
+    """A drafting method.
+
+    Attributes:
+        name: column heading.
+        s: measured S.
+        rows: rows per step.
+        host: seconds of the drafter on the host per step.
+    """
 
     name: str
     s: float
@@ -131,7 +157,8 @@ class Method:
 #: S and mean rows per step of SmolLM2 in bf16 on code, greedy (`python -m benchmarks.adaptive_s --prompts 5`), and
 #: the seconds that the drafter takes on the host for (15,5,15) and for 64 rows of adaptive: two cores of an Intel
 #: Xeon with AMX, commit 113b7a7; whole tables in dev/LOG.md.
-LOOKAHEAD_HOST, ADAPTIVE_HOST = 194.0e-6, 321.3e-6
+LOOKAHEAD_HOST = 194.0e-6
+ADAPTIVE_HOST = 321.3e-6
 MEASURED = (
     Method("(15,5,15)", 509 / 228, 72, LOOKAHEAD_HOST),
     Method("adaptive, 8", 509 / 236, 8, ADAPTIVE_HOST),
@@ -147,7 +174,7 @@ class Published:
 
     Attributes:
         s: S, as published; 0 if it is not: then equation 7 with the paper's alpha and f gives it.
-        ours: the method of ours with these settings, and the page of its S.
+        ours: (page, method) of our S with the same settings.
     """
 
     card: str
@@ -195,7 +222,7 @@ def measured_s(page: str, method: str) -> float:
 def cache_bytes(
     shapes: Sequence[tuple[int, int, int] | None], itemsize: int, sequences: int, tokens: int
 ) -> int:
-    """Bytes of the cache for sequences of at most ``tokens`` tokens, the rows of the next step included.
+    """Bytes of the cache for sequences of at most ``tokens`` tokens, including the rows of the next step.
 
     Slots and capacity grow by doubling, so both are powers of two; the capacity starts at ``CAPACITY``.
     """
@@ -302,7 +329,7 @@ def logits_table() -> str:
     return f"{table}\n\nTheir limit at the default `graph_memory` of {GRAPH_MEMORY:g}: {limits}."
 
 
-#: Studies of ``benchmarks.paper`` -> tokens of a text.
+#: Study of ``benchmarks.paper`` -> tokens of a completion.
 RECIPES = {"ablation": 128, "scaling-law": 128, "end-to-end": 128}
 
 

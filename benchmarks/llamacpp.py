@@ -36,7 +36,8 @@ class LlamaCpp(GGUFPeer):
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
         draft = LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP_TOKENS) if self.lookup else None
-        threads, positions = torch.get_num_threads(), min(model.max_positions, CONTEXT)
+        threads = torch.get_num_threads()
+        positions = min(model.max_positions, CONTEXT)
         return Llama(
             str(self.file),
             n_ctx=positions,

@@ -41,15 +41,15 @@ ABOUT = (
     "compiled into llama-lookahead. llama-lookup drafts its default of three tokens, ours ten; the server's modes "
     "have their defaults. llama-lookup and llama-lookahead print no token ids, so their texts cannot be compared."
 )
-#: (tokens, passes, seconds) of one prompt, or of all.
+#: (tokens, passes, seconds), of one prompt or of all.
 Cost = tuple[int, int, float]
 
 
 def said(output: str, name: str) -> float:
-    """The number printed by an example after a name.
+    """The number that an example prints after a name.
 
     Raises:
-        SettingsError: it does not print the name.
+        SettingsError: the output does not contain the name.
     """
     found = re.search(rf"\b{name}\s*=\s*([\d.]+)", output)
     if found is None:
@@ -58,13 +58,15 @@ def said(output: str, name: str) -> float:
 
 
 def cost_of(output: str, prompt_tokens: int, counts_first: bool) -> Cost:
-    """The cost reported by llama-lookahead or llama-lookup: every pass gives one token and the accepted ones.
+    """The cost reported by llama-lookahead or llama-lookup. Every pass emits one token in addition to accepted ones.
 
     Args:
-        counts_first: whether its tokens include that of the prompt's own pass, as those of llama-lookup do.
+        output: what the program printed.
+        prompt_tokens: our number of prompt tokens.
+        counts_first: whether its tokens include the one from the prefill, as with llama-lookup.
 
     Raises:
-        SettingsError: it read another prompt than ours.
+        SettingsError: the program did not read our prompt, or its output is incomplete.
     """
     read = re.search(r"encoded\s+(\d+) tokens", output)
     if read is None or int(read.group(1)) != prompt_tokens:
@@ -72,12 +74,13 @@ def cost_of(output: str, prompt_tokens: int, counts_first: bool) -> Cost:
     spent = re.search(r"decoded\s+\d+ tokens in\s+([\d.]+) seconds", output)
     if spent is None:
         raise SettingsError(f"the example must say how long it took, got {output[-200:]!r}")
-    tokens, accepted = int(said(output, "n_predict")) - counts_first, int(said(output, "n_accept"))
+    tokens = int(said(output, "n_predict")) - counts_first
+    accepted = int(said(output, "n_accept"))
     return tokens, tokens - accepted, float(spent.group(1))
 
 
 def program(folder: Path, name: str) -> str:
-    """The program of that name, with or without ``llama-`` before it."""
+    """The path of a program, whose name may begin with ``llama-``."""
     for path in (folder / f"llama-{name}", folder / name):
         if path.is_file():
             return str(path)
@@ -123,7 +126,7 @@ def program_if_there(folder: Path, name: str) -> str | None:
 def served(
     arguments: argparse.Namespace, path: str, mode: str, prompts: Sequence[list[int]]
 ) -> list[dict[str, Any]]:
-    """llama-server's answers to the prompts with a ``--spec-type``; one request before them is not counted."""
+    """llama-server's answers to the prompts with a ``--spec-type``, after one uncounted request."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -148,18 +151,19 @@ def served(
 
 
 def cost_of_answer(answer: dict[str, Any]) -> Cost:
-    """The cost reported by llama-server; the first token belongs to the prompt."""
+    """The cost reported by llama-server. The first token comes from the prefill and is not counted."""
     timings = answer["timings"]
     tokens = timings["predicted_n"] - 1
     return tokens, tokens - timings.get("draft_n_accepted", 0), timings["predicted_ms"] / 1e3
 
 
 def measure(arguments: argparse.Namespace, llm: Any, prompts: Sequence[list[int]]) -> list[list[str]]:
-    """Rows of the table of these prompts."""
+    """Rows of the table for these prompts."""
+    # Ours and llama.cpp's command-line programs, prompt by prompt.
     theirs = examples(arguments)
     costs: dict[str, list[Cost]] = {}
     texts: dict[str, list[Any]] = {}
-    for drafter in OURS:  # one-off work is not charged to a prompt
+    for drafter in OURS:  # one-time work should not count for a prompt
         llm.generate(prompts[0], max_new_tokens=4, drafter=drafter)
     for ids in prompts:
         text = llm.tokenizer.decode(ids, skip_special_tokens=False)
@@ -177,6 +181,8 @@ def measure(arguments: argparse.Namespace, llm: Any, prompts: Sequence[list[int]
     for name, each in costs.items():
         equal = sum(a == b for a, b in zip(texts[name], plain, strict=True)) if name in texts else None
         rows.append(_row(name, each, "not compared" if equal is None else f"{equal} of {len(plain)}"))
+
+    # llama.cpp's server, whose modes are compared with its own plain decoding.
     server = program_if_there(arguments.bin, "server")
     own: list[Any] = []
     for mode in MODES if server is not None else ():
@@ -206,7 +212,7 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--bin", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--workload", action="append", help="repeat for several; stdlib if not given")
+    parser.add_argument("--workload", action="append", help="can be repeated (default: stdlib)")
     parser.add_argument("--data", type=Path, help="folder of data sets")
     parser.add_argument("--limit", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
@@ -214,7 +220,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="page and JSON, as a path without the suffix")
     arguments = parser.parse_args(words)
     llm = lookahead.load(arguments.model, engine="llama.cpp", threads=arguments.threads)
-    body, figures = [], {}
+    body = []
+    figures = {}
     for name in arguments.workload or ["stdlib"]:
         workload = load_workload(name, arguments.limit, data=arguments.data)
         rows = measure(arguments, llm, [prompt.tokens(llm.tokenizer) for prompt in workload])

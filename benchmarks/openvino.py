@@ -63,15 +63,17 @@ class OpenVino(GGUFPeer):
                 pass
 
         config = GenerationConfig()
-        config.max_new_tokens, config.do_sample = options.max_new_tokens, False
+        config.max_new_tokens = options.max_new_tokens
+        config.do_sample = False
         config.apply_chat_template = False
         config.stop_token_ids = set(model.eos)
         if self.lookup:
-            config.num_assistant_tokens, config.max_ngram_size = LOOKUP_TOKENS, NGRAM
+            config.num_assistant_tokens = LOOKUP_TOKENS
+            config.max_ngram_size = NGRAM
         ids = np.array([list(prompt)], np.int64)
         inputs = TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         start = perf_counter()
         new = list(self.engine.generate(inputs, config, Recorder()).tokens[0])
-        # The output has the end token even where the streamer did not receive it.
+        # The output contains the end token even if the streamer did not receive it.
         new = new[: sum(sizes)]
         return outcome_of(len(prompt), new, [1] * (len(sizes) - 1), sizes, [start, *times])

@@ -34,7 +34,7 @@ LONGEST = 512
 
 
 def log_probabilities(logits: Numbers) -> Numbers:
-    """Rows of logits as log-probabilities, fp32."""
+    """Log-probabilities of rows of logits, fp32."""
     wide = np.asarray(logits, np.float32)
     wide = wide - wide.max(-1, keepdims=True)
     wide -= np.log(np.exp(wide).sum(-1, keepdims=True, dtype=np.float64)).astype(np.float32)
@@ -44,12 +44,14 @@ def log_probabilities(logits: Numbers) -> Numbers:
 def ours(llm: Any) -> Callable[[Sequence[int]], Numbers]:
     """(token ids) -> log-probabilities (tokens, V) of the next token, from one pass on the compiled path."""
     compiled = make_target(llm.model, path="cpu").compiled  # type: ignore[attr-defined]
-    stride, each = compiled.logits_strides[0], sum(compiled.logits_strides)
+    stride = compiled.logits_strides[0]
+    each = sum(compiled.logits_strides)
 
     def evaluate(ids: Sequence[int]) -> Numbers:
         import torch
 
-        cache, memory = compiled.new_cache(LONGEST), np.zeros(len(ids) * each + 64, np.uint8)
+        cache = compiled.new_cache(LONGEST)
+        memory = np.zeros(len(ids) * each + 64, np.uint8)
         cache.make_room(0, len(ids))
         compiled.run(ids, range(len(ids)), [Segment(0, 0, len(ids), None)], range(len(ids)), cache, memory)
         rows = torch.from_numpy(memory[: len(ids) * stride].reshape(len(ids), stride)).view(compiled.dtype)
@@ -120,12 +122,14 @@ def compare(evaluators: dict[str, Any], texts: Sequence[list[int]], progress: Ca
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.packed_accuracy", description=__doc__)
     parser.add_argument(
-        "file", nargs="?", type=Path, help="a quantized GGUF file; the default model's if not given"
+        "file", nargs="?", type=Path, help="a quantized GGUF file (default: the default model's)"
     )
-    parser.add_argument("--data", type=Path, required=True, help="folder of data sets by name")
+    parser.add_argument("--data", type=Path, required=True, help="folder of data sets")
     parser.add_argument("--tokens", type=int, default=10_000)
     parser.add_argument("--out", type=Path, default=Path("docs/results/packed-accuracy"))
     given = parser.parse_args(words)
+
+    # Load the variants to compare; the first one is the reference.
     try:
         default = lookahead.default_model()
         file = given.file or Path(default.folder, default.file)
@@ -148,6 +152,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if sys.stderr.isatty():
             print(f"\r{done}/{len(texts)} texts", end="", file=sys.stderr, flush=True)
 
+    # Compare them, and write the page.
     figures = compare(evaluators, texts, progress)
     count = sum(map(len, texts))
     columns = ["", "mean KL", "median KL", "largest KL", "top-1 agreement", "perplexity"]

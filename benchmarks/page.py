@@ -15,16 +15,19 @@ from lookahead.cli.bench import command_line
 def write_page(
     out: Path, title: str, record: Mapping[str, Any], figures: Any, body: Sequence[str], **more: Any
 ) -> str:
-    """Write ``out``.md and ``out``.json; returns the page.
+    """Write ``out``.md and ``out``.json. Returns the page.
 
     Args:
-        out: path without the suffix.
+        out: path without suffix.
+        title: heading of the page.
         record: machine and versions as in ``bench.record.environment``, with ``model`` and ``dtype``.
-        figures, more: further fields of the JSON.
+        figures: the field "figures" of the JSON.
         body: lines of the page below the command and the machine.
+        more: further fields of the JSON.
     """
     program = f"python -m benchmarks.{Path(sys.argv[0]).stem}"
-    command, where = command_line(sys.argv[1:], program), describe(record)
+    command = command_line(sys.argv[1:], program)
+    where = describe(record)
     text = [
         f"# {title}",
         "",

@@ -3,10 +3,10 @@
     python -m benchmarks.pass_rate --data DIR
     python -m benchmarks.pass_rate MODEL --data DIR --drafters "plain;adaptive;15,5,15"
 
-The model is asked for each function of HumanEval (Chen et al., 2021, arXiv 2107.03374), greedily. Its tests run in a
-process of their own: isolated mode, an empty folder and environment, no network where the system allows a network
-namespace, and limits on memory, processor time and file size. The rate shows how good the model is; that it does not
-depend on the drafter is what is measured here.
+The model is asked for each function of HumanEval (Chen et al., 2021, arXiv 2107.03374), with greedy decoding. The
+tests run in a separate process: in isolated mode, with an empty folder and environment, without a network if the
+system allows network namespaces, and with limits on memory, CPU time and file size. The rate itself shows how good the
+model is; this benchmark shows that it does not depend on the drafter.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ from lookahead.bench.report import markdown_table
 from .page import write_page
 
 ASK = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{}```"
-#: Limits of a test process: seconds of wall-clock and processor time, bytes of memory and of a file.
-SECONDS, MEMORY, FILE = 10, 1 << 30, 1 << 20
+#: Limit on the wall-clock time, and on the CPU time, of a test process.
+SECONDS = 10
+#: Limit on its memory, in bytes.
+MEMORY = 1 << 30
+#: Limit on the size of its files, in bytes.
+FILE = 1 << 20
 
 
 @cache
 def without_network() -> tuple[str, ...]:
-    """The words before a command that give it a network namespace without interfaces; none if that is not allowed."""
+    """Command prefix that creates a network namespace without interfaces. Empty if the system does not allow it."""
     words = ("unshare", "--map-root-user", "--net")
     if shutil.which("unshare") is None:
         return ()
@@ -52,13 +56,13 @@ def _limit() -> None:
 
 
 def code_of(answer: str) -> str:
-    """The first code block of an answer; all of it if there is none."""
+    """The first code block of an answer, or the whole answer if it has none."""
     block = re.search(r"```(?:python)?\n(.*?)(?:```|\Z)", answer, re.DOTALL)
     return block[1] if block is not None else answer
 
 
 def passes(problem: dict[str, str], code: str) -> bool:
-    """Whether a program passes the problem's tests, run in a limited process after the prompt's imports."""
+    """Whether ``code`` passes the problem's tests. The prompt's imports come first."""
     imports = [line for line in problem["prompt"].splitlines() if line.startswith(("import ", "from "))]
     program = "\n".join([*imports, code, problem["test"], f"check({problem['entry_point']})", ""])
     with TemporaryDirectory() as folder:
@@ -84,7 +88,7 @@ def passes(problem: dict[str, str], code: str) -> bool:
 def measure(
     llm: Any, problems: Sequence[dict[str, str]], drafters: Sequence[str], tokens: int
 ) -> list[dict[str, Any]]:
-    """For each drafter: how many problems pass, the tokens of each completion, and S."""
+    """For each drafter: whether each problem passes, the tokens of each completion, and S."""
     found = []
     for name in drafters:
         passed = list[bool]()
@@ -103,11 +107,12 @@ def measure(
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """A line for each drafter; the first is the one that the others are compared with."""
+    """One line for each drafter. The completions of the others are compared with those of the first."""
     rows = []
     for own in found:
         same = sum(a == b for a, b in zip(own["tokens"], found[0]["tokens"], strict=True))
-        count, total = sum(own["passed"]), len(own["passed"])
+        count = sum(own["passed"])
+        total = len(own["passed"])
         rows.append(
             [
                 own["drafter"],
@@ -123,10 +128,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", nargs="?", help="the default model if left out")
+    parser.add_argument("model", nargs="?", help="default: the library's default model")
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--limit", type=int, default=0, help="problems; 0 for all 164")
-    parser.add_argument("--drafters", default="plain;adaptive", help="names, separated by semicolons")
+    parser.add_argument("--limit", type=int, default=0, help="number of problems; 0 for all 164")
+    parser.add_argument("--drafters", default="plain;adaptive", help="names separated by semicolons")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--out", type=Path, default=Path("docs/results/pass-rate"), help="page and JSON")
     args = parser.parse_args()

@@ -34,13 +34,13 @@ ASSISTED = "hf-assisted"
 
 
 def default_methods(model: ModelUnderTest) -> list[str]:
-    """Every method of ours; before them transformers' greedy decoding and prompt lookup, if it has the model."""
+    """All methods of ours, after transformers' greedy decoding and prompt lookup if it can run the model."""
     theirs = ["hf-greedy", "hf-prompt-lookup"] if isinstance(model.model, torch.nn.Module) else []
     return [*theirs, *methods.default_methods()]
 
 
 def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Method]:
-    """The methods of a name; cold and warm for a method that keeps state.
+    """The methods with this name: cold and warm for a method that keeps state.
 
     Raises:
         SettingsError: the name is unknown, a setting is out of range, or a method lacks a requirement.
@@ -69,12 +69,12 @@ def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Me
 
 
 class Absent(Method):
-    """A peer whose package is not installed: its cells on the page say so.
+    """A peer whose package is not installed. Its cells on the page give the reason.
 
     Args:
-        name: as on the command line.
+        name: name of the method as on the command line.
         model: the model under test.
-        why: the error.
+        why: the error to raise instead of decoding.
     """
 
     of_another_library = True
@@ -108,6 +108,7 @@ class HuggingFace(Method):
         return {}
 
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
+        # The settings of generate.
         eos = sorted(model.eos) or None
         config = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=options.max_new_tokens,
@@ -117,7 +118,11 @@ class HuggingFace(Method):
             **({} if self.name == ASSISTED else self.settings),
         )
         if config.do_sample:
-            config.temperature, config.top_k, config.top_p = options.temperature or 1.0, options.top_k, 1.0
+            config.temperature = options.temperature or 1.0
+            config.top_k = options.top_k
+            config.top_p = 1.0
+
+        # Count rows and tokens of every pass.
         rows: list[int] = []
         sizes: list[int] = []
         times: list[float] = []
@@ -135,6 +140,7 @@ class HuggingFace(Method):
         def count(module: Any, positional: Any, keywords: dict[str, Any]) -> None:
             rows.append(int(keywords["input_ids"].shape[1]))
 
+        # Generate. The time ends when generate returns, not with the streamer's last call.
         ids = torch.tensor([list(prompt)], device=model.model.device)
         torch.manual_seed(options.seed)
         hook = model.model.register_forward_pre_hook(count, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""Whether other programs use the processor, which makes times unreliable. Linux only."""
+"""Checks whether other programs use the CPU, which makes times unreliable. Linux only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lookahead.core import SettingsError
 
-#: Cores that other programs may use.
+#: Number of cores that other programs may use.
 SHARE = 0.1
 STAT = Path("/proc/stat")
 
@@ -25,7 +25,8 @@ def used_by_others(seconds: float = 2.0) -> float:
         own = sum(os.times()[:4])
         return ticks / os.sysconf("SC_CLK_TCK"), own
 
-    (all_before, own_before), begin = busy(), time.perf_counter()
+    all_before, own_before = busy()
+    begin = time.perf_counter()
     time.sleep(seconds)
     all_after, own_after = busy()
     return max(0.0, all_after - all_before - (own_after - own_before)) / (time.perf_counter() - begin)
@@ -35,8 +36,8 @@ def require_quiet(patience: float = 60.0) -> None:
     """Wait until other programs use less than a tenth of a core.
 
     Raises:
-        SettingsError: they still use more after ``patience`` seconds. ``LOOKAHEAD_BUSY=1`` in the environment
-            measures anyway; pages then report that other work ran.
+        SettingsError: they still use more after ``patience`` seconds. With ``LOOKAHEAD_BUSY=1`` in the environment
+            this is not checked; pages then report that other work ran.
     """
     end = time.monotonic() + patience
     while (used := used_by_others()) > SHARE and os.environ.get("LOOKAHEAD_BUSY") != "1":

@@ -43,7 +43,9 @@ SLOW = 0.95
 def decode(llm: Any, prompt: Any, drafter: Drafter, temperature: float, seed: int, new_tokens: int) -> Any:
     """(seconds after the prefill, result) of one prompt."""
     sampling = {"temperature": temperature, "seed": seed} if temperature else {}
-    first, last, result = 0.0, 0.0, None
+    first = 0.0
+    last = 0.0
+    result = None
     for update in llm.run([prompt], drafter=drafter, max_new_tokens=new_tokens, **sampling):
         last = perf_counter()
         first = first or last
@@ -53,12 +55,16 @@ def decode(llm: Any, prompt: Any, drafter: Drafter, temperature: float, seed: in
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One record for each sequence."""
+    # The methods, and the sequences that have been measured.
     llm = lookahead.load(args.model, dtype=args.dtype)
     methods: dict[str, Drafter] = {"plain": Plain(), "adaptive": Adaptive()}
     methods |= {f"{rows} rows": Adaptive(rows=rows) for rows in args.fixed} | {"again": Plain()}
     about = {**environment(), "model": llm.name, "path": llm.path, "dtype": llm.dtype}
-    fitted, lines = set(fit_priors.prompts(args.data, 60)), []
+    fitted = set(fit_priors.prompts(args.data, 60))
+    lines = []
     done = {tuple(line[key] for key in KEYS): line for line in read_records(args.records, "seconds", "rows")}
+
+    # Measure the others, each with all methods in alternating order.
     require_quiet()
     llm.generate([{"role": "user", "content": "Hello"}], max_new_tokens=8)  # measures the cost curve
     for workload in args.workloads:
@@ -72,7 +78,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 if known is not None:
                     lines.append(known)
                     continue
-                seconds, results = defaultdict(list), dict[str, Any]()
+                seconds = defaultdict(list)
+                results = dict[str, Any]()
                 for turn in range(args.rounds):
                     for name in list(methods)[:: -1 if turn % 2 else 1]:
                         spent, results[name] = decode(
@@ -165,7 +172,7 @@ def body(lines: list[dict[str, Any]], groups: list[dict[str, Any]], args: argpar
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
-    add("model", nargs="?", help="the default model if left out")
+    add("model", nargs="?", help="default: the library's default model")
     add("--data", type=Path, required=True)
     add("--dtype", default="auto")
     add("--prompts", type=int, default=10, help="prompts of each workload")
@@ -173,7 +180,7 @@ def main() -> None:
     add("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS))
     add("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 0.7])
     add("--new-tokens", type=int, default=128)
-    add("--longest", type=int, default=1024, help="most tokens of a prompt; its end is kept")
+    add("--longest", type=int, default=1024, help="maximum tokens of a prompt; the last ones are kept")
     add("--rounds", type=int, default=2)
     add("--records", type=Path, default=Path("build/results/rows.jsonl"), help="JSON lines; appended to")
     add("--out", type=Path, default=Path("docs/results/rows"), help="page and JSON")

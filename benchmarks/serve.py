@@ -52,11 +52,11 @@ class Round:
     Attributes:
         first: seconds to the first token, by request.
         each: seconds for each further token, by request.
-        tokens: of all answers.
-        seconds: of the round.
+        tokens: number of tokens of all answers.
+        seconds: duration.
         texts: the completions, by prompt.
         served: the model's name and dtype, as the server reports them.
-        uncounted: answers without a number of tokens.
+        uncounted: answers for which the server did not report the number of tokens.
         load: the largest load average of the machine.
     """
 
@@ -106,7 +106,7 @@ def measure(
     Args:
         methods: the address of the server for each method; ``PLAIN`` must be among them.
         requests: requests of a round per client, at least ``FEWEST`` in all. They wait in one queue for the next
-            free client: with a fixed number for each client, a round would end with the slowest client alone.
+            free client, because with a fixed number for each client, only the slowest client would run at the end.
         show: called with every round when it ends.
 
     Raises:
@@ -168,7 +168,11 @@ async def _ask(measured: Round, http: httpx.AsyncClient, prompt: str, max_tokens
     body["stream_options"] = {"include_usage": True}
     if measured.method != OTHER:
         body["lookahead"] = {"drafter": measured.method}
-    begin, first, text, tokens, chunks = perf_counter(), 0.0, "", 0, 0
+    begin = perf_counter()
+    first = 0.0
+    text = ""
+    tokens = 0
+    chunks = 0
     async with http.stream("POST", "/v1/completions", json=body) as reply:
         if reply.status_code != 200:
             raise LookaheadError(f"the server answered {reply.status_code}: {(await reply.aread())[:300]!r}")
@@ -266,14 +270,17 @@ def write_page(rounds: Sequence[Round], against: str | None, threads: int, out: 
     """Write the page ``serve.md`` and its figures as ``serve.json``.
 
     Args:
-        against: the server measured as "other".
-        threads: of the server.
-        out: folder.
+        rounds: the measurements.
+        against: description of the server measured as "other"; None if there is none.
+        threads: number of threads of the server.
+        out: folder of the page.
+        command: the command line.
     """
     records: list[Record] = [measured.as_dict() for measured in rounds]
     model, version = rounds[0].served
     here = environment() | {"threads": threads, "model": model, "dtype": version.rpartition("-")[2]}
-    where, busy = describe(here), was_busy([record | here for record in records])
+    where = describe(here)
+    busy = was_busy([record | here for record in records])
     notes = [
         f"{where}.",
         "Greedy. All texts of our methods equal plain decoding's; otherwise nothing is reported. Times are medians "
@@ -296,21 +303,21 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("model", nargs="?", help="as lookahead.load takes it; the default model if not given")
-    add("--url", help="a server that runs; without it one is started for MODEL")
+    add("model", nargs="?", help="as for lookahead.load (default: the library's default model)")
+    add("--url", help="a running server (default: start one for MODEL)")
     add(
-        "--against", metavar="URL|llamacpp:FILE", help="another OpenAI-compatible server to measure beside it"
+        "--against", metavar="URL|llamacpp:FILE", help="another OpenAI-compatible server to measure alongside"
     )
-    add("--api-key", default=os.environ.get("LOOKAHEAD_API_KEY"), help="of the server")
-    add("--clients", default="1,4,16,64", help="simultaneous clients, separated by commas")
-    add("--method", default="adaptive", help="beside plain decoding, separated by commas")
-    add("--requests", type=int, default=3, help=f"per client and round; at least {FEWEST} in all")
-    add("--repeats", type=int, default=3, help="rounds; methods take turns")
+    add("--api-key", default=os.environ.get("LOOKAHEAD_API_KEY"), help="API key of the server")
+    add("--clients", default="1,4,16,64", help="numbers of simultaneous clients, separated by commas")
+    add("--method", default="adaptive", help="methods in addition to plain, separated by commas")
+    add("--requests", type=int, default=3, help=f"requests per client and round; at least {FEWEST} in all")
+    add("--repeats", type=int, default=3, help="number of rounds; methods alternate")
     add("--workload", default="stdlib", help="a data set, stdlib, or a JSON-lines file")
-    add("--data", type=Path, help="folder of data sets by name")
-    add("--max-new-tokens", type=int, default=64, help="most tokens per answer")
+    add("--data", type=Path, help="folder of data sets")
+    add("--max-new-tokens", type=int, default=64, help="maximum new tokens per answer")
     add("--dtype", default="auto")
-    add("--threads", type=int, help="of the server")
+    add("--threads", type=int, help="threads of the server")
     add("--out", type=Path, help="folder for serve.md and serve.json")
     return made
 
@@ -332,7 +339,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _measure(given: argparse.Namespace) -> tuple[list[Round], str | None, int]:
-    """(rounds, the other server, threads of the server)."""
+    """(rounds, description of the other server, threads of the server)."""
     prompts = [prompt.turns[0] for prompt in load_workload(given.workload, 32, data=given.data)]
     methods = [PLAIN, *(name.strip() for name in given.method.split(","))]
     kind, _, file = (given.against or "").partition(":")
@@ -343,7 +350,8 @@ def _measure(given: argparse.Namespace) -> tuple[list[Round], str | None, int]:
     with ExitStack() as servers:
         started_here = {name: value for name, value in load.items() if value is not None}
         address = given.url or servers.enter_context(started(started_here))
-        other, against = given.against, given.against
+        other = given.against
+        against = given.against
         if kind == "llamacpp":
             other = servers.enter_context(started_llamacpp(file, threads))
             against = f"llama.cpp's server (llama-cpp-python) on {Path(file).name}"

@@ -5,7 +5,7 @@
 
 The measurement is that of ``lookahead bench``; ``benchmarks.datasets`` adds the data sets and ``benchmarks.peers``
 the other libraries. Records are written to --out as they are made; after an interrupt, the same command continues.
-Another library that is not installed, or fails while it decodes, does not end the run: its cells say why.
+If another library is not installed or fails while decoding, the run continues, and its cells give the reason.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("model", nargs="?", help="as lookahead.load takes it; the default model if not given")
+    add("model", nargs="?", help="as for lookahead.load (default: the library's default model)")
     add(
         "--workload",
         action="append",
-        help=f"{', '.join(SOURCES)}, stdlib, NAME=FILE, or a JSON-lines file; repeat for several",
+        help=f"{', '.join(SOURCES)}, stdlib, NAME=FILE, or a JSON-lines file; can be repeated",
     )
-    add("--data", type=Path, help="folder of data sets by name")
+    add("--data", type=Path, help="folder of data sets")
     add("--limit", type=int, default=10, help="prompts per workload; 0 for all")
-    add("--method", action="append", help="a list, or repeat; see benchmarks/peers.py")
-    add("--repeats", type=int, default=1, help="how often each prompt is decoded")
-    add("--no-warm", action="store_true", help="do not measure methods that keep state warm too")
+    add("--method", action="append", help="a list of methods, can be repeated; see benchmarks/peers.py")
+    add("--repeats", type=int, default=1, help="number of times each prompt is decoded")
+    add("--no-warm", action="store_true", help="only cold runs, even of methods that keep state")
     add("--max-new-tokens", type=int, default=128)
     add("--temperature", type=float, default=0.0)
     add("--seed", type=int, default=0)
@@ -56,13 +56,13 @@ def parser() -> argparse.ArgumentParser:
         help="methods of transformers on a quantized GGUF file need bfloat16 or float32",
     )
     add("--threads", type=int)
-    add("--path", default="auto", help="what evaluates the steps: auto, cpu or transformers")
+    add("--path", default="auto", help="forward-pass implementation: auto, cpu or transformers")
     add("--out", type=Path, default=Path("bench"), help="folder for records, tables and plots")
     return made
 
 
 def methods_or_absent(name: str, model: ModelUnderTest, warm: bool) -> list[Method]:
-    """``make_methods``; a peer whose package is not installed says so in its cells."""
+    """As ``make_methods``, but with ``Absent`` for a peer whose package is not installed."""
     try:
         return make_methods(name, model, warm)
     except MissingPackage as error:
@@ -70,7 +70,7 @@ def methods_or_absent(name: str, model: ModelUnderTest, warm: bool) -> list[Meth
 
 
 def progress(done: int, total: int, what: str) -> None:
-    """One line on stderr, overwritten."""
+    """Overwrite one line on stderr."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{done}/{total} {what}", end="" if what else "\n", file=sys.stderr, flush=True)
 

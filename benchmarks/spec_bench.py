@@ -4,7 +4,7 @@ One file per method, one row per question: ``choices`` with ``turns``, ``decodin
 ``wall_time`` (one entry per turn) and ``accept_lengths`` (one entry per step, over all turns). As in their counter,
 steps and times include the prefill, which accepts one token.
 
-    python -m benchmarks.spec_bench DIR     a folder that `benchmarks.side_by_side --workload spec-bench` wrote
+    python -m benchmarks.spec_bench DIR     a folder written by `benchmarks.side_by_side --workload spec-bench`
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SETUP = ("model", "dtype", "path", "machine", "threads", "torch", "transformers"
 
 
 def rows(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Rows of one method; every repeat is a choice."""
+    """Rows of one method. Every repeat is a choice."""
     questions: dict[str, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         if "skipped" not in record:

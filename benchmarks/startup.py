@@ -50,7 +50,7 @@ def spent(command: Sequence[str], environment: Mapping[str, str] | None = None) 
     """(seconds, MiB of the largest resident set) of a process.
 
     Raises:
-        SettingsError: it fails.
+        SettingsError: the process fails.
     """
     begin = perf_counter()
     process = subprocess.Popen(
@@ -70,7 +70,7 @@ def spent(command: Sequence[str], environment: Mapping[str, str] | None = None) 
 def measure(
     model: Path, folder: Path | None, their_model: Path, rounds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Program -> what was measured -> the figure of each round."""
+    """Measure. Returns program -> name of the measurement -> value of each round."""
     found: dict[str, dict[str, list[float]]] = {"ours": {"start": [], "memory": [], "first use": []}}
     if folder is not None:
         found["llama.cpp"] = {"start": [], "memory": []}
@@ -100,7 +100,7 @@ def cell(figures: Sequence[float], unit: str) -> str:
 
 
 def cells(found: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, str]]:
-    """Program -> what was measured -> its cell."""
+    """Program -> name of the measurement -> cell of the table."""
     units = {"start": "s", "memory": "MiB", "first use": "s"}
     return {
         name: {what: cell(each, units[what]) for what, each in figures.items()}
@@ -113,8 +113,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--bin", type=Path, help="folder of llama.cpp's programs; without it, ours only")
-    parser.add_argument("--model", type=Path, help="a file for llama.cpp; the default model if not given")
+    parser.add_argument(
+        "--bin", type=Path, help="folder of llama.cpp's programs (default: measure ours only)"
+    )
+    parser.add_argument("--model", type=Path, help="a GGUF file for llama.cpp (default: the default model)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("docs/results/startup"), help="page and JSON")
     args = parser.parse_args()

@@ -37,8 +37,8 @@ REAL = "SmolLM2"
 #: hidden, layers, heads, key heads, head size, feed-forward, vocabulary
 SHAPES = {"0.5b": (896, 24, 14, 2, 64, 4864, 151936), "1b": (2048, 16, 32, 8, 64, 8192, 128256)}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-#: The largest difference of the two paths' logits, in standard deviations. Correct passes of SmolLM2 with 1 to 128
-#: rows differ by up to 0.34 and 5e-5; with one wrong ancestor of one row by 0.75 and more.
+#: Largest accepted difference between the two paths' logits, in standard deviations. Correct passes of SmolLM2 with 1
+#: to 128 rows differ by up to 0.34 and 5e-5. A single wrong ancestor of one row causes at least 0.75.
 AGREE = {"bf16": 0.5, "fp32": 1e-3}
 
 
@@ -82,7 +82,7 @@ def matrix_rate(dtype: torch.dtype) -> float:
 
 
 def build(shape: str, dtype: torch.dtype, positions: int) -> LlamaForCausalLM:
-    """A Llama of the shape with random weights, tied embeddings."""
+    """A Llama of this shape with random weights and tied embeddings."""
     hidden, layers, heads, key_heads, size, inner, vocabulary = SHAPES[shape]
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -107,12 +107,15 @@ def measure(
     name: str, dtype: str, contexts: list[int], rows: list[int], rounds: int
 ) -> Iterator[dict[str, Any]]:
     """One line for each context and number of rows; times in milliseconds."""
-    kind, longest = DTYPES[dtype], max(contexts) + 512
+    kind = DTYPES[dtype]
+    longest = max(contexts) + 512
     model = lookahead.load(dtype=kind).model if name == REAL else build(name, kind, longest)
-    reference, compiled = make_target(model, path="transformers"), make_target(model)
+    reference = make_target(model, path="transformers")
+    compiled = make_target(model)
     if compiled.path != "cpu":
         raise SystemExit(f"error: {name} in {dtype} must take the compiled path: {compiled.reason}")
-    elements, size = sum(p.numel() for p in model.parameters()), kind.itemsize
+    elements = sum(p.numel() for p in model.parameters())
+    size = kind.itemsize
     floor = elements * size / read_bandwidth(elements * size, kind) * 1e3
     per_row = 2 * elements / matrix_rate(kind) * 1e3
     for context in contexts:
@@ -141,7 +144,8 @@ def measure(
 
 def _difference(reference: Any, compiled: Any, tree: TokenTree) -> float:
     """The largest difference of the two paths' logits, in standard deviations of the row."""
-    a, b = reference.forward([(0, tree)])[0], compiled.forward([(0, tree)])[0]
+    a = reference.forward([(0, tree)])[0]
+    b = compiled.forward([(0, tree)])[0]
     return max(
         float((a.row(n).float() - b.row(n).float()).abs().max() / a.row(n).float().std())
         for n in range(len(tree))
@@ -168,7 +172,9 @@ def _paired(reference: Any, compiled: Any, tree: TokenTree, rounds: int) -> list
 
 def row(line: dict[str, Any]) -> list[str]:
     """One row of the table."""
-    slow, quick, floors = line["transformers"], line["cpu"], (line["bytes_floor"], line["operations_floor"])
+    slow = line["transformers"]
+    quick = line["cpu"]
+    floors = line["bytes_floor"], line["operations_floor"]
     times = [slow, quick, slow / quick, *floors, quick / max(floors)]
     return [
         line["model"],
@@ -181,7 +187,8 @@ def row(line: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add, models = parser.add_argument, [REAL, *SHAPES]
+    add = parser.add_argument
+    models = [REAL, *SHAPES]
     add("--models", nargs="+", default=models[:2], choices=models)
     add("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     add("--contexts", nargs="+", type=int, default=[128, 1024])
@@ -189,7 +196,8 @@ def main() -> None:
     add("--rounds", type=int, default=15)
     add("--out", type=Path, default=Path("build/results/step"), help="page and JSON")
     given = parser.parse_args()
-    lines, load = [], os.getloadavg()[0]
+    lines = []
+    load = os.getloadavg()[0]
     for name, dtype in product(given.models, given.dtypes):
         for line in measure(name, dtype, given.contexts, given.rows, given.rounds):
             lines.append(line)

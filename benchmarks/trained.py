@@ -1,11 +1,11 @@
-"""Trained and retrieving drafters alongside this library's own, at equal rows: S and drafting time.
+"""Trained and retrieval-based drafters alongside this library's own, at equal rows: S and drafting time.
 
     python -m benchmarks.trained --data DIR --text DIR --medusa FILE --eagle FILE
     python -m benchmarks.trained --data DIR --text DIR --medusa FILE --rows 4,8 --methods adaptive,medusa
 
-TEXT is the default model's own output (saved by ``lookahead learn``), for the datastore of REST. All methods are
-drafters of this library's loop and decode the same prompts greedily; a completion that differs from plain decoding
-ends the run. Results in ``--records`` at this commit are not measured again.
+``--text`` is the default model's own output (saved by ``lookahead learn``), for the datastore of REST. All methods
+are drafters in this library's decoding loop and decode the same prompts greedily. A completion that differs from
+plain decoding ends the run. Results in ``--records`` at this commit are not measured again.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ OPEN = ("writing", "roleplay", "humanities", "stem")
 #: The paper's window, n-gram and candidates for a number of rows, (W + G)(N - 1).
 PAPER = {4: (1, 3, 1), 8: (2, 3, 2), 16: (4, 3, 4), 64: (8, 5, 8)}
 KEYS = ("commit", "model", "dtype", "prompts", "workload", "method", "rows")
-#: By method: its name, what it reads, its training (two shared cores of a busy machine), and S on Spec-Bench as
-#: published for Vicuna-7B.
+#: Method -> (name, what it reads, training on two shared cores of a busy machine, S on Spec-Bench as published for
+#: Vicuna-7B).
 ABOUT = {
     "adaptive": ("adaptive, the default", "the text, base table", "none", "-"),
     "adaptive with head": (
@@ -68,7 +68,7 @@ DIFFERENCES = (
 
 
 def prompts_of(data: Path, size: int) -> dict[str, list[Any]]:
-    """Open questions, and code to complete: by workload. The priors and the head were fitted to other prompts."""
+    """Open questions and code to complete, by workload. The priors and the head were fitted to other prompts."""
     questions = [prompt for prompt in load_workload("mt-bench", data=data) if prompt.category in OPEN]
     code = load_workload("humaneval", data=data)[::24]
     return {"prose": questions[::3][:size], "code": code[: -(-7 * size // 12)]}
@@ -83,7 +83,7 @@ def datastore(llm: Any, text: Path) -> Datastore:
 
 
 class Measurement:
-    """The model and the methods' requirements, loaded on first use."""
+    """The model, and the files of the methods, which are loaded on first use."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.llm = lookahead.load(args.model)
@@ -102,7 +102,7 @@ class Measurement:
         }
 
     def decode(self, prompts: list[Any], drafter: Drafter, new_tokens: int) -> list[Any]:
-        """The results."""
+        """The result of each prompt."""
         chats = [[{"role": "user", "content": prompt.turns[0]}] for prompt in prompts]
         return [self.llm.generate(chat, drafter=drafter, max_new_tokens=new_tokens) for chat in chats]
 
@@ -125,7 +125,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     about = {**environment(), "model": measurement.llm.name, "dtype": measurement.llm.dtype}
     keys = KEYS[1:] if args.page_only else KEYS  # a page may be written at a later commit
     known = {tuple(line[key] for key in keys): line for line in read_records(args.records, "s", "method")}
-    prompts, plain = prompts_of(args.data, args.prompts), dict[str, Any]()
+    prompts = prompts_of(args.data, args.prompts)
+    plain = dict[str, Any]()
     for workload, some in prompts.items() if not args.page_only else ():
         plain[workload] = measurement.decode(some, Plain(), args.new_tokens)
     lines = []
@@ -138,7 +139,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         results = measurement.decode(prompts[workload], measurement.methods[method](rows), args.new_tokens)
         if [result.tokens for result in results] != [result.tokens for result in plain[workload]]:
             raise SystemExit(f"{method}, {rows} rows, {workload}: a text differs from plain decoding")
-        total, cost = summed(results), summed(plain[workload])
+        total = summed(results)
+        cost = summed(plain[workload])
         step = sum(cost.seconds[phase] for phase in ("forward", "verify", "commit")) / cost.steps
         line |= {
             "s": total.new_tokens / total.steps,
@@ -185,13 +187,13 @@ def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
-    add("model", nargs="?", help="the default model if left out")
+    add("model", nargs="?", help="default: the library's default model")
     add("--data", type=Path, required=True)
     add("--text", type=Path, required=True)
     add("--medusa", type=Path, default=Path("build/medusa.safetensors"))
     add("--eagle", type=Path, default=Path("build/eagle.safetensors"))
-    add("--page-only", action="store_true", help="measure nothing; write the page of what was measured")
-    add("--prompts", type=int, default=12, help="open questions; code has seven for twelve")
+    add("--page-only", action="store_true", help="write the page from the records; measure nothing")
+    add("--prompts", type=int, default=12, help="open questions; 7/12 as many functions")
     add("--rows", type=lambda text: [int(k) for k in text.split(",")], default=[4, 8, 16, 64])
     add("--methods", type=lambda text: text.split(","), default=list(ABOUT))
     add("--new-tokens", type=int, default=128)

@@ -113,9 +113,9 @@ class Medusa:
 
         A node's value is the product of the accuracies along its path. The node of highest value is added first.
         """
-        values = {(): 1.0}
+        values: dict[tuple[int, ...], float] = {(): 1.0}
         nodes: list[tuple[int, ...]] = []
-        edges = {(rank,): self.accuracy[0][rank] for rank in range(RANKS)}
+        edges: dict[tuple[int, ...], float] = {(rank,): self.accuracy[0][rank] for rank in range(RANKS)}
         while edges and len(nodes) < rows - 1:
             node = max(edges, key=edges.__getitem__)
             values[node] = edges.pop(node)
