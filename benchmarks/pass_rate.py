@@ -5,8 +5,8 @@
 
 The model is asked for each function of HumanEval (Chen et al., 2021, arXiv 2107.03374), with greedy decoding. The
 tests run in a separate process: in isolated mode, with an empty folder and environment, without a network if the
-system allows network namespaces, and with limits on memory, CPU time and file size. The rate itself shows how good the
-model is; this benchmark shows that it does not depend on the drafter.
+system allows network namespaces, and with limits on memory, CPU time and file size. The rate itself shows how good
+the model is; this benchmark shows that it does not depend on the drafter.
 """
 
 from __future__ import annotations

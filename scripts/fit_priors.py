@@ -3,9 +3,10 @@
     python scripts/fit_priors.py MODEL --data DIR
 
 MODEL decodes prompts from DIR: GSM8K's training questions, the first halves of MBPP's solutions from row 500 on, and
-every second row of four categories of Spec-Bench; each once greedily and once at temperature 1. All of them share one
-state, so that every bucket of proposals counts its trials and hits. A bucket's log-odds are fitted to these as a sum
-of one number per feature (ridge logistic regression by Newton's method). The file has these numbers and no text.
+every second row of four categories of Spec-Bench. Each prompt is decoded once greedily and once at temperature 1. All
+of them share one state, in which every bucket of proposals counts its trials and hits. To these counts, a bucket's
+log-odds are fitted as a sum of one number per feature (ridge logistic regression by Newton's method). The file
+contains only these numbers, no text.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from lookahead.targets import light_head
 OUT = Path(__file__).parents[1] / "src/lookahead/drafters/adaptive/priors.json"
 #: Categories of Spec-Bench; the others contain prompts of measured data sets.
 CATEGORIES = ("translation", "summarization", "qa", "rag")
-#: Axes of the buckets of each kind, and the groups of axes with their own number.
+#: (sizes of the axes of the buckets, groups of axes that form a feature) of each kind of proposal.
 SUFFIX = (MATCH_ORDERS, len(SHARES) + 1, 3, 2), [(0,), (1,), (2,), (3,)]
 PAIRS = (STATES, STATES), [(0,), (1,), (0, 1)]
 JOINT = (ZONES, ANSWERED, STATES, STATES), [(0,), (1,), (2,), (3,), (2, 3)]
@@ -47,7 +48,7 @@ BOTH = (GUESS_LEVELS, STATES, STATES), [(0,), (1,), (2,), (1, 2)]
 
 
 def prompts(data: Path, count: int) -> list[str]:
-    """``count`` prompts, a third of each kind, always the same ones."""
+    """``count`` prompts, a third of each kind. The selection is fixed."""
 
     def lines(name: str) -> list[Any]:
         return [json.loads(line) for line in (data / name).read_text().splitlines()]
@@ -64,13 +65,25 @@ def prompts(data: Path, count: int) -> list[str]:
 def fit(
     hits: Any, trials: Any, shape: tuple[int, ...], terms: Sequence[tuple[int, ...]], ridge: float = 0.3
 ) -> list[Any]:
-    """Log-odds of buckets as sums of one number per term, which is a set of axes: an array by term."""
+    """Fit the log-odds of buckets as sums of one number per term. Returns an array for each term.
+
+    Args:
+        hits, trials: counts by bucket.
+        shape: sizes of the axes of the buckets.
+        terms: sets of axes.
+        ridge: strength of the regularization.
+    """
+    # One column for the constant, then one for each combination of indices of each term.
     places = np.indices(shape).reshape(len(shape), -1)
     blocks = []
     for axes in terms:
         sizes = [shape[axis] for axis in axes]
         blocks.append(np.eye(np.prod(sizes, dtype=int))[np.ravel_multi_index(places[list(axes)], sizes)])
-    design, trials, hits = np.hstack([np.ones((len(places[0]), 1)), *blocks]), trials.ravel(), hits.ravel()
+    design = np.hstack([np.ones((len(places[0]), 1)), *blocks])
+    trials = trials.ravel()
+    hits = hits.ravel()
+
+    # Newton's method, with steps of at most 1. The constant is not regularized.
     weights = np.zeros(design.shape[1])
     strength = np.full(len(weights), ridge)
     strength[0] = 1e-6
@@ -80,6 +93,8 @@ def fit(
         curve = (design.T * (trials * shares * (1 - shares))) @ design + np.diag(strength)
         step = np.linalg.solve(curve, slope)
         weights += step / max(1.0, np.abs(step).max())
+
+    # Split the weights by term; the constant becomes part of the first term.
     ends = np.cumsum([1, *(block.shape[1] for block in blocks)])
     parts = np.split(weights, ends)[:-1]
     parts[1] = parts[1] + parts[0]
@@ -87,7 +102,7 @@ def fit(
 
 
 def priors_of(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
-    """The counts of a state as fitted log-odds, by feature."""
+    """Log-odds fitted to the counts of a state, by kind of proposal."""
     counts = state.tables(sampled).calibration
     heights = len(HEIGHTS) + 1 if sampled else 1
     logits = (ORDERS, heights, 3, KINDS), [(0,), (1,), (2,), (3,)]
@@ -108,7 +123,7 @@ def priors_of(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
 
 
 def priors_with_head(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
-    """As ``priors_of``, for the pairs of the light head and every other source."""
+    """As ``priors_of``, for pairs of the light head and any other source."""
     counts = state.tables(sampled).calibration.both
     levels, rows, columns, pairs = fit(counts["hits"], counts["trials"], *BOTH)
     both = levels, (pairs + rows[:, None] + columns).ravel()
@@ -117,24 +132,24 @@ def priors_with_head(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", nargs="?", help="the default model if left out")
+    parser.add_argument("model", nargs="?", help="default: the library's default model")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument(
-        "--head", help="a light head, or auto; then only its pairs with other sources are fitted"
-    )
+    parser.add_argument("--head", help="a light head or auto; fit only its pairs with other sources")
     parser.add_argument("--prompts", type=int, default=60)
     parser.add_argument("--new-tokens", type=int, default=128)
     options = parser.parse_args()
+
+    # Decode the prompts with one shared state.
     llm = lookahead.load(options.model, dtype=options.dtype)
-    light_head.measured_cost = lambda head, target: 0.0  # ask it everywhere, not only where that pays off
+    light_head.measured_cost = lambda head, target: 0.0  # use the head everywhere, not only where it pays off
     state = AdaptiveState()
     table = base_table_of(llm.model.config, llm.vocabulary)
     for sampled in (False, True):
-        state.tables(sampled, table)  # its buckets start as without a state
+        state.tables(sampled, table)  # start with the same buckets as without a state
     for number, text in enumerate(prompts(options.data, options.prompts)):
         for temperature in (0.0, 1.0):
-            # Keep what a prompt teaches about buckets, but not its tokens, as in a cold start.
+            # Forget the tokens of earlier prompts, as in a cold start, but keep the counts.
             for sampled in (False, True):
                 cache = state.tables(sampled).logits.arrays
                 cache.slots["key"] = 0
@@ -148,7 +163,10 @@ def main() -> None:
                 seed=number,
             )
         print(f"{number + 1} of {options.prompts} prompts", end="\r", flush=True)
-    fits, fitted = json.loads(OUT.read_text()), priors_with_head if options.head else priors_of
+
+    # Fit the priors to its counts.
+    fits = json.loads(OUT.read_text())
+    fitted = priors_with_head if options.head else priors_of
     for sampled, name in enumerate(fits):
         fits[name] |= fitted(state, bool(sampled))
     OUT.write_text(json.dumps(fits, separators=(",", ":")).replace("]],", "]],\n") + "\n")

@@ -1,4 +1,4 @@
-"""The GPU check: one command, no network, one page with tables and figures. `make gpu-check` runs it.
+"""The GPU check: one command that needs no network and writes one page with tables and figures (`make gpu-check`).
 
     certificate  whether captured passes and exact mode are available, for a random Llama and other families, and why
     step         t(k) of a random 7B Llama in bf16 for 1 to 256 rows, with its lower bound: captured passes, tree
@@ -66,12 +66,12 @@ HEAD = "| part | what | value | bound | verdict |\n| --- | --- | ---: | ---: | -
 
 
 class Page:
-    """The page, printed as it grows and written to a file after every line.
+    """The page. Lines are printed as they arrive, and the file is rewritten after each.
 
     Attributes:
         lines: the table of verdicts.
         tables: part -> title -> key -> cells, in order of arrival.
-        notes: lines below the machine.
+        notes: lines below the description of the machine.
         drawn: parts with a figure.
     """
 
@@ -214,6 +214,7 @@ def command_of(part: str, tiny: bool, model: str | None, seconds: float) -> list
 
 def run_part(part: str, page: Page, tiny: bool, model: str | None, seconds: float) -> None:
     """Run a part in a separate process for about ``seconds``, and add its output to the page."""
+    # Start it, with a timer that ends it.
     begin = time.monotonic()
     limit = seconds * (1 + GRACE)
     child = subprocess.Popen(
@@ -232,6 +233,8 @@ def run_part(part: str, page: Page, tiny: bool, model: str | None, seconds: floa
 
     timer = Timer(limit, end)
     timer.start()
+
+    # Add its lines to the page; keep all others, such as a traceback.
     other: list[str] = []
     assert child.stdout is not None
     try:
@@ -254,6 +257,8 @@ def run_part(part: str, page: Page, tiny: bool, model: str | None, seconds: floa
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         child.stdout.close()
+
+    # Report how it ended.
     spent = f"{time.monotonic() - begin:.0f} s"
     if late:
         page.add(part, f"did not finish within {limit:.0f} s", spent, "", "MISSED")
@@ -270,7 +275,8 @@ def run_part(part: str, page: Page, tiny: bool, model: str | None, seconds: floa
 
 def run_all(parts: Sequence[str], page: Page, tiny: bool, model: str | None, budget: float) -> None:
     """Run the parts within a budget of seconds. After a minute, print how long the rest takes."""
-    begin, left = time.monotonic(), list(parts)
+    begin = time.monotonic()
+    left = list(parts)
 
     def announce() -> None:
         spent = time.monotonic() - begin
@@ -283,7 +289,7 @@ def run_all(parts: Sequence[str], page: Page, tiny: bool, model: str | None, bud
     timer.start()
     try:
         while left:
-            # Divide the remaining time by the shares, after the grace period of a late part.
+            # Divide the remaining time by the shares, and leave room for the grace period.
             share = SHARES[left[0]] / sum(SHARES[part] for part in left)
             seconds = (budget - (time.monotonic() - begin)) * share / (1 + GRACE)
             run_part(left[0], page, tiny, model, max(SHORTEST, seconds))
@@ -300,7 +306,7 @@ def chosen_parts(only: str | None, model: str | None) -> list[str]:
     """The parts of ``--only``, or the default ones.
 
     Raises:
-        ValueError: an unknown part, in one line.
+        ValueError: a part is unknown, or lacks its model.
     """
     known = [part for part in SHARES if part != "speed-own" or model is not None]
     if only is None:
@@ -317,10 +323,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="a directory or a GGUF file of your own, for speed-own and scaling")
+    parser.add_argument("--model", help="your own model, a directory or GGUF file, for speed-own and scaling")
     parser.add_argument("--tiny", action="store_true", help="a dry run on the CPU")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-check.md", help="the page")
-    parser.add_argument("--only", help="parts by name, with commas between, or all")
+    parser.add_argument("--only", help="names of parts separated by commas, or all")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds for all parts together")
     given = parser.parse_args()
     try:

@@ -1,8 +1,7 @@
 """The checks of gpu_check.py, each in a separate process: `python scripts/gpu_checks.py NAME [--tiny] ...`.
 
-Results go to standard output in tab-separated fields: a line of the table of verdicts as TABLE, what, value, bound
-and verdict; a row of another table as ROW, its title, its key and its cells as JSON. A row replaces an earlier one
-with the same key.
+Results are printed as tab-separated fields. A line of the table of verdicts is TABLE, what, value, bound, verdict. A
+row of another table is ROW, title, key, cells as JSON; it replaces an earlier row with the same key.
 """
 
 from __future__ import annotations
@@ -82,8 +81,8 @@ class Machine:
 
     Args:
         tiny: a dry run on the CPU.
-        model: the model of the parts that decode; None for the default model.
-        dtype: its dtype.
+        model: the model that is decoded with; None for the default model.
+        dtype: dtype of that model.
         seconds: time limit, after which nothing is repeated.
     """
 
@@ -94,13 +93,14 @@ class Machine:
 
         self.torch = torch
         self.tiny = tiny
-        self.model, self.model_dtype = model, dtype
+        self.model = model
+        self.model_dtype = dtype
         self.end = BEGIN + seconds
         self.device = torch.device("cpu" if tiny else "cuda")
         self.dtype = torch.float32 if tiny else torch.bfloat16
 
     def measure(self) -> Machine:
-        """Measure the bandwidth that the lower bounds use: the better of a sum (read) and a copy (read and write)."""
+        """Measure the rates for the lower bounds: a matrix product, and the faster of a sum (read) and a copy."""
         torch = self.torch
         size = 1 << (20 if self.tiny else 30)
         buffer = torch.ones(size, device=self.device)
@@ -113,7 +113,7 @@ class Machine:
         return self
 
     def time(self, call: Callable[[], Any], repeats: int = 15) -> float:
-        """Median seconds by the host's clock, with a synchronization after each call; three calls are not counted."""
+        """Median seconds by the host's clock, synchronized after each call. The first three calls do not count."""
         spent = []
         for number in range((3 if self.tiny else repeats) + 3):
             self.wait()
@@ -129,11 +129,11 @@ class Machine:
             self.torch.cuda.synchronize()
 
     def device_time(self, calls: Sequence[Callable[[], Any]], capture: bool = True) -> tuple[float, str]:
-        """(seconds of one call by the device's clock, how they were launched).
+        """(seconds of one call by the device's clock, how the calls were launched).
 
-        All calls are captured into one graph, so that launching them is free; if ``capture`` is False, they are
-        launched from Python without waiting in between. A capture must not fail, because that would leave the
-        device's random numbers unusable.
+        All calls are captured into one graph, which removes their launch overhead. If ``capture`` is False, they are
+        launched from Python without waiting in between. A capture must not fail, because that would make the device's
+        random number generator unusable.
         """
         torch = self.torch
         if self.tiny:
@@ -148,12 +148,15 @@ class Machine:
             all_of_them()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        run, how, kept = all_of_them, "launched from Python", None
+        run: Callable[[], Any] = all_of_them
+        how = "launched from Python"
+        kept = None
         if capture:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                kept = all_of_them()
-            run, how = graph.replay, "captured"
+                kept = all_of_them()  # the graph writes to these tensors
+            run = graph.replay
+            how = "captured"
         spent = []
         for _ in range(14):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -187,7 +190,7 @@ class Machine:
 
 
 def check_certificate(machine: Machine) -> None:
-    """The paths that a model takes, and why. If captured passes are rejected here, the other checks mean little."""
+    """Which paths are available for each model, and why. Without captured passes, the other checks mean little."""
     from lookahead.core import SettingsError
     from lookahead.targets.paths import make_target
     from lookahead.testing import tiny_model
@@ -204,10 +207,11 @@ def check_certificate(machine: Machine) -> None:
             ("exact mode", {"path": "exact"}),
         ):
             try:
-                target, holds = make_target(model, **options), True
-                reason = target.reason
+                reason = make_target(model, **options).reason
+                holds = True
             except SettingsError as error:
-                holds, reason = False, str(error)
+                reason = str(error)
+                holds = False
             print(name, what, reason, flush=True)
             table(f"{what}: {name}", reason.split(": ", 1)[-1][:110], "", holds)
 
@@ -216,7 +220,10 @@ def check_certificate(machine: Machine) -> None:
 
 
 def check_kernel(machine: Machine) -> None:
-    """The tests that otherwise run in Triton's interpreter; in several processes, because they mostly compile."""
+    """Run the tests of the kernel, which otherwise run in Triton's interpreter.
+
+    They run in several processes, because most of their time is compilation.
+    """
     attention = "tests/test_attention.py"
     parts = [
         [attention, "-k", "(rows or dtypes) and triton"],
@@ -284,7 +291,7 @@ def attention_problem(machine: Machine, rows: int, length: int, heads: int, kv_h
 
 
 def check_attention(machine: Machine) -> None:
-    """120 rows over 8192 tokens take at most twice the lower bound; a wrong result gets no speed."""
+    """Check that 120 rows over 8192 tokens take at most twice the lower bound. Wrong results are not timed."""
     from lookahead import attention
 
     length, size = (64, 16) if machine.tiny else (8192, 128)
@@ -299,7 +306,7 @@ def check_attention(machine: Machine) -> None:
             floor = max(
                 bytes_read / machine.bandwidth, 4 * heads * rows * (length + rows) * size / machine.rate
             )
-            # Alternate between caches that together exceed the card's own cache.
+            # Alternate between KV caches that together exceed the GPU's own cache.
             count = 1 if machine.tiny else max(2, -(-600_000_000 // bytes_read))
             caches = [given] + [
                 {**given, "key": given["key"].clone(), "value": given["value"].clone()}
@@ -317,7 +324,7 @@ def check_attention(machine: Machine) -> None:
 def attention_line(
     machine: Machine, what: str, attend: Any, caches: list[Any], exact: Any, floor: float, judged: bool
 ) -> float | None:
-    """Check an implementation. Returns its seconds, or None if it is wrong or does not run."""
+    """Check and time an implementation. Returns its seconds, or None if it is wrong or fails."""
     try:
         wrong = float((attend(**caches[0]).double() - exact).abs().max() / exact.std())
         if not wrong < 0.1:
@@ -342,7 +349,8 @@ def other_tiles(machine: Machine, case: str, caches: list[Any], exact: Any, floo
         from lookahead.attention import triton as kernel
     except ImportError:
         return
-    query, key = caches[0]["query"], caches[0]["key"]
+    query = caches[0]["query"]
+    key = caches[0]["key"]
     members = query.shape[1] // key.shape[1] * query.shape[2]
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     default = kernel.blocks(members, query.shape[-1], query.shape[-1], query.element_size())
@@ -376,7 +384,7 @@ def other_tiles(machine: Machine, case: str, caches: list[Any], exact: Any, floo
 
 
 def make_model(machine: Machine, **shape: int) -> Any:
-    """Random weights on the device; no download."""
+    """A Llama with random weights on the device."""
     import transformers
 
     torch = machine.torch
@@ -394,7 +402,7 @@ def make_model(machine: Machine, **shape: int) -> Any:
 
 
 def sample_tree(rows: int, vocabulary: int) -> Any:
-    """A window of (15, 5) if it fits in the rows, then candidates of four tokens."""
+    """A tree with a (15, 5) window if the rows have room for it, and candidates of four tokens."""
     from lookahead.core import TokenTree
     from lookahead.drafters import Window
 
@@ -413,7 +421,7 @@ def sample_tree(rows: int, vocabulary: int) -> Any:
 
 
 def eager_step(machine: Machine, model: Any, prompt: list[int], rows: int) -> Callable[[], Any]:
-    """A transformers pass over the same number of tokens: its own cache and attention, a causal chain."""
+    """A pass of transformers over a causal chain of as many tokens, with its own cache and attention."""
     from transformers import DynamicCache
 
     torch = machine.torch
@@ -432,10 +440,11 @@ def eager_step(machine: Machine, model: Any, prompt: list[int], rows: int) -> Ca
 
 
 def check_step(machine: Machine) -> None:
-    """t(k) on the 7B shape, with its lower bound: bytes over bandwidth, operations over rate."""
+    """Measure t(k) on the 7B shape, with its lower bound: bytes over bandwidth, or operations over matrix rate."""
     from lookahead.targets.paths import make_target, probe
     from lookahead.targets.transformers import TransformersTarget
 
+    # The target that is chosen for this model.
     model = make_model(machine)
     facts = probe(model).facts
     start = time.perf_counter()
@@ -450,11 +459,12 @@ def check_step(machine: Machine) -> None:
             "triton",
             "attention by triton" in target.reason,
         )
+
+    # Captured passes come first, because they have a verdict.
     contexts = (64, 128) if machine.tiny else CONTEXTS
     many = [k for k in ROWS if not machine.tiny or k in (1, 8, 64, 128)]
     prompts = {n: [1 + (7 * i) % (facts.vocabulary - 2) for i in range(n)] for n in contexts}
     floor = _floor_of(machine, model, facts)
-    # Captured passes first, because they are judged.
     one_row = {}
     for context in contexts:
         if one_row and time.monotonic() > machine.end:
@@ -464,11 +474,14 @@ def check_step(machine: Machine) -> None:
             tree = sample_tree(k, facts.vocabulary)
             seconds = machine.time(lambda tree=tree: target.forward([(0, tree)])[0].best(0))
             one_row.setdefault(context, seconds)
-            bound, holds = "", None
+            bound = ""
+            holds: bool | None = None
             if not machine.tiny and k == 1:
-                bound, holds = "1.20 floors", seconds <= 1.2 * floor(context, k)
+                bound = "1.20 floors"
+                holds = seconds <= 1.2 * floor(context, k)
             if not machine.tiny and k == 64:
-                bound, holds = "1.10 t(1)", seconds <= 1.1 * one_row[context]
+                bound = "1.10 t(1)"
+                holds = seconds <= 1.1 * one_row[context]
             what = f"captured passes, {k} rows, {context} tokens"
             if holds is not None:
                 table(what, _times(seconds, floor(context, k), one_row[context]), bound, holds)
@@ -488,6 +501,8 @@ def check_step(machine: Machine) -> None:
                 },
             )
         target.release(0)
+
+    # The same steps without captured passes.
     plain = TransformersTarget(model, facts, max(contexts) + 512)
     for context in one_row:
         if time.monotonic() > machine.end:
@@ -511,8 +526,9 @@ def other_step(what: str, k: int, context: int, seconds: float, floor: float, on
 
 
 def launch_times(machine: Machine, target: Any, tree: Any) -> tuple[float, float]:
-    """Seconds until a step is launched, and from then until its result: medians over the same steps."""
-    launched, free = [], []
+    """(seconds until a step is launched, seconds from then until its result), medians over the same steps."""
+    launched = []
+    free = []
     for _ in range(3 if machine.tiny else 15):
         machine.wait()
         start = time.perf_counter()
@@ -525,7 +541,7 @@ def launch_times(machine: Machine, target: Any, tree: Any) -> tuple[float, float
 
 
 def _floor_of(machine: Machine, model: Any, facts: Any) -> Callable[[int, int], float]:
-    """(context, rows) -> least seconds: weights and cache read once, or the products at the matrix rate."""
+    """(context, rows) -> lower bound in seconds: weights and cache are read once, or products at the matrix rate."""
     embedding = model.model.embed_tokens.weight
     weights = (
         sum(p.numel() * p.element_size() for p in model.parameters())
@@ -546,7 +562,7 @@ def _times(seconds: float, floor: float, one_row: float) -> str:
 
 
 def check_text(machine: Machine) -> None:
-    """The path chosen by make_target, in full precision, and exact mode in bfloat16: every token must be equal."""
+    """Check that the path chosen by make_target in fp32, and exact mode in bfloat16, equal plain decoding."""
     torch = machine.torch
     from lookahead.targets.paths import make_target
     from lookahead.testing import assert_same_as_autoregressive
@@ -581,19 +597,23 @@ def check_text(machine: Machine) -> None:
 # ---- speed
 
 
-#: Methods of the headline: ours on each attention, then transformers'.
+#: Methods to compare: ours with each attention, and transformers'.
 OURS = ("plain", "prompt-lookup", "lookahead:15,5,15", "lookahead:7,7,7", "adaptive", "adaptive:max_rows=128")
 THEIRS = ("hf-greedy", "hf-prompt-lookup")
-#: Figure 8 of the paper: W = G with N = 5, and with an n-gram pool of the generated text alone.
+#: W = G for figure 8 of the paper, with N = 5 and an n-gram pool from the window alone.
 WINDOWS = (2, 4, 8, 15, 32)
 REPEATS = 3
 
 
 class Tally:
-    """The totals of a method."""
+    """Totals of a method over its completions."""
 
     def __init__(self) -> None:
-        self.tokens = self.steps = self.rows = self.equal = self.texts = 0
+        self.tokens = 0
+        self.steps = 0
+        self.rows = 0
+        self.equal = 0
+        self.texts = 0
         self.seconds = 0.0
 
     def add(self, outcome: Any, plain: Sequence[int]) -> None:
@@ -614,7 +634,7 @@ class Tally:
 
 
 def load_llm(machine: Machine) -> Any:
-    """The model of this part, on the device."""
+    """Load the model on the device."""
     import lookahead
 
     path = "tiny" if machine.tiny else machine.model
@@ -623,7 +643,7 @@ def load_llm(machine: Machine) -> Any:
 
 
 def encoded_prompts(machine: Machine, llm: Any) -> list[list[int]]:
-    """Code, edits of a given text, and prose."""
+    """Prompts for code, for edits of a given text, and for prose."""
     from benchmarks.departures import PROMPTS
 
     chats = getattr(llm.tokenizer, "chat_template", None) is not None
@@ -632,7 +652,7 @@ def encoded_prompts(machine: Machine, llm: Any) -> list[list[int]]:
 
 
 def targets_of(machine: Machine, llm: Any) -> dict[str, Any]:
-    """Targets with captured passes, by their attention."""
+    """Targets with captured passes, by name of the attention backend."""
     from lookahead.targets.cuda_graphs import CudaGraphTarget, captured_attention
 
     found = {}
@@ -652,21 +672,22 @@ def compare_methods(
     names: Sequence[tuple[str, str]],
     show: Callable[[dict[Any, Tally]], None],
 ) -> None:
-    """Decode the prompts with all methods, alternating per prompt, and again while there is time.
+    """Decode each prompt with all methods in turn, and repeat while there is time.
 
     A method that fails is reported and dropped.
 
     Args:
         targets: a target for each attention.
         names: (attention, method); the first method of each attention is plain decoding.
-        show: called after each prompt with the totals.
+        show: called with the totals after each prompt.
     """
     from benchmarks.peers import make_methods
     from lookahead.bench import ModelUnderTest, RunOptions
 
     prompts = encoded_prompts(machine, llm)
     options = RunOptions(16 if machine.tiny else 128)
-    under_test, methods = {}, {}
+    under_test = {}
+    methods = {}
     for attention, name in names:
         model = (
             ModelUnderTest.of(llm, "transformers") if attention == "transformers" else ModelUnderTest.of(llm)
@@ -674,8 +695,10 @@ def compare_methods(
         if attention in targets:
             model.target = targets[attention]
         (method,) = make_methods(name, model, False)
-        under_test[attention, name], methods[attention, name] = model, method
-    # This compiles, captures, and measures the cost curve.
+        under_test[attention, name] = model
+        methods[attention, name] = method
+
+    # A first run compiles, captures, and measures the cost curve.
     for key, method in list(methods.items()):
         try:
             method.decode(under_test[key], prompts[0], RunOptions(min(32, options.max_new_tokens)))
@@ -683,6 +706,8 @@ def compare_methods(
             first = (str(error).splitlines() or [""])[0][:100]
             table(" ".join(key), f"{type(error).__name__}: {first}", "", False)
             del methods[key]
+
+    # Decode; the time limit does not apply to the first prompt.
     tallies = {key: Tally() for key in methods}
     for repeat in range(REPEATS):
         for prompt in prompts:
@@ -692,14 +717,14 @@ def compare_methods(
             for key, method in methods.items():
                 outcome = method.decode(under_test[key], prompt, options)
                 reference = plain.setdefault(key[0], outcome.tokens)
-                if key[0] == "transformers":  # relative to our plain decoding
+                if key[0] == "transformers":  # compare with our plain decoding
                     reference = next(iter(plain.values()))
                 tallies[key].add(outcome, reference)
             show(tallies)
 
 
 def check_speed(machine: Machine) -> None:
-    """The headline: our methods on each attention, alongside transformers' ``generate`` and its prompt lookup."""
+    """Measure our methods with each attention alongside transformers' ``generate`` and its prompt lookup."""
     llm = load_llm(machine)
     title = f"Speed of {llm.name} in {llm.dtype}"
     targets = targets_of(machine, llm)
@@ -728,7 +753,7 @@ def check_speed(machine: Machine) -> None:
 
 
 def check_scaling(machine: Machine) -> None:
-    """Figure 8 of the paper: S and speed by W, for N = 5 and G = W."""
+    """Measure S and speed by W, for N = 5 and G = W, as in figure 8 of the paper."""
     llm = load_llm(machine)
     targets = targets_of(machine, llm)
     attention = next(iter(targets))
@@ -755,8 +780,10 @@ def check_scaling(machine: Machine) -> None:
 
 
 def check_memory(machine: Machine) -> None:
-    """The cache by sequences and context, measured and computed from its shapes; and the memory of captured
-    passes."""
+    """Measure the memory of the cache and of captured passes, by sequences and context.
+
+    The size of the cache must be the one computed from its shapes.
+    """
     from benchmarks.gpu_model import cache_bytes
     from lookahead import attention
     from lookahead.targets.attention_hook import TreeAttention
@@ -770,7 +797,7 @@ def check_memory(machine: Machine) -> None:
         for context in (100, 1500) if machine.tiny else (1024, 2048, 8192):
             if context + 200 > facts.max_positions or time.monotonic() > machine.end:
                 continue
-            # A separate attention, so that no earlier cache is taken over.
+            # Use a new attention, so that no earlier cache is reused.
             own = TreeAttention(llm.model, attention.get("auto", machine.device))
             target = CudaGraphTarget(llm.model, facts, own)
             prompt = [1 + i % 50 for i in range(context)]
@@ -778,6 +805,8 @@ def check_memory(machine: Machine) -> None:
             trees = [(slot, sample_tree(64 // sequences, facts.vocabulary)) for slot in range(sequences)]
             for _ in range(2):  # the second one captures
                 target.forward(trees)
+
+            # Report the sizes.
             expected = cache_bytes(facts.shapes, facts.dtype.itemsize, sequences, context + 64)
             graphs = sum(one.bytes for one in target.passes.values())
             peak = 0 if machine.tiny else torch.cuda.max_memory_allocated()
@@ -804,7 +833,7 @@ def check_memory(machine: Machine) -> None:
 
 
 def check_ranks(machine: Machine) -> None:
-    """Run this script again under torchrun, on every GPU."""
+    """Run ``as_rank`` under torchrun on every GPU."""
     several = 2 if machine.tiny else machine.torch.cuda.device_count()
     if several < 2:
         table("lookahead parallelism over nccl", "one GPU only, not run")
@@ -848,7 +877,9 @@ def as_rank(machine: Machine) -> None:
     target = parallel.ParallelTarget(ranks)
     assert_same_as_autoregressive(target, prompts, "15,5,15", 60)
     assert_same_as_autoregressive(target, prompts, "15,5,15", 60, choose=lambda: by_row)
-    start, steps, sent = time.perf_counter(), target.steps, ranks.bytes_exchanged
+    start = time.perf_counter()
+    steps = target.steps
+    sent = ranks.bytes_exchanged
     assert_same_as_autoregressive(target, prompts[:1], "15,5,15", 60)
     spent = (time.perf_counter() - start) / (target.steps - steps)
     print(f"RANKS a step of the tiny model on the {target.path} path, all included = {spent * 1e6:.0f} us")
@@ -857,13 +888,14 @@ def as_rank(machine: Machine) -> None:
 
 
 def _sending(machine: Machine, connections: Any, device: str) -> None:
-    """Time to send bytes from rank 0 to rank 1, that is, the overhead of sending keys and values in a step."""
+    """Time sending bytes from rank 0 to rank 1, which is the overhead of sending keys and values in a step."""
     torch = machine.torch
     for size, what in (
         (4096, "4 KiB, a frame"),
         (1 << 19, "512 KiB, keys and values of a token of the 7B shape"),
     ):
-        data, spent = torch.zeros(size // 2, dtype=torch.bfloat16, device=device), []
+        data = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+        spent = []
         for _ in range(30 if connections.rank < 2 else 0):
             start = time.perf_counter()
             if connections.rank == 0:
@@ -878,7 +910,7 @@ def _sending(machine: Machine, connections: Any, device: str) -> None:
 
 
 def by_row(scores: Any, node: int) -> int:
-    """Greedy choice that reads whole rows, so that rows of logits are sent."""
+    """A greedy choice that reads whole rows, so that rows of logits are sent."""
     return int(scores.row(node).argmax())
 
 

@@ -1,6 +1,6 @@
 """Lists the licences of the packages in this environment (pip-licenses), the models and the data sets.
 
-python scripts/licences.py        make licences runs it, with the tests' packages installed
+python scripts/licences.py        `make licences` runs it with the packages of the tests installed
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> int:
     status = subprocess.run(listed).returncode
     print("\n## Models\n\n| model | licence | where |\n|---|---|---|")
     print("\n".join(f"| {name} | {licence} | {where} |" for name, licence, where in MODELS))
-    print("\n## Data sets of the benchmarks (none comes with the project)\n")
+    print("\n## Data sets of the benchmarks (none is included in the project)\n")
     print("| data set | licence | where |\n|---|---|---|")
     print("\n".join(f"| {name} | {one.licence} | {one.origin} |" for name, one in SOURCES.items()))
     return status

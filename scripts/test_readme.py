@@ -1,15 +1,15 @@
-"""Runs every block of README.md, in order, in a fresh environment, as a new user would.
+"""Runs every code block of README.md, in order, in a fresh environment, as a new user would.
 
     python scripts/test_readme.py [--torch '--index-url https://download.pytorch.org/whl/cpu'] [--keep DIR]
 
 The project is copied from git, so uncommitted files are missing. Blocks are handled by language:
 
-- ``bash``: each command is run as it is. ``MODEL`` stands for the bundled tiny model. ``lookahead serve`` runs in the
-  background until the end; ``make`` is skipped, because those are CI's own commands.
-- ``console``: the commands after ``$``; their output must match what follows, and ``...`` matches anything.
-- ``python``: all blocks share one interpreter. A comment after a ``print`` is its output. A block marked ``no-run``
-  needs the server, which is running by then; a ``text`` block after it is its output.
-- ``text`` and others: ignored.
+- ``bash``: each command is run as it is. ``MODEL`` is replaced by the bundled tiny model. ``lookahead serve`` runs in
+  the background until the end. ``make`` and ``git clone`` are skipped, because CI runs make's targets itself.
+- ``console``: commands after ``$`` are run, and their output must match what follows; ``...`` matches anything.
+- ``python``: all blocks share one interpreter. A comment after a ``print`` is the expected output. A block marked
+  ``no-run`` needs the server, which is running by then; a ``text`` block after it is its expected output.
+- Others are ignored.
 
 Only the standard library is needed.
 """
@@ -31,7 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.S | re.M)
-#: Reads the names of files from its input, and runs them in one namespace.
+#: A program that reads names of files from its input and runs them in one namespace.
 INTERPRETER = """
 import sys, traceback
 namespace = {"__name__": "readme"}
@@ -49,7 +49,7 @@ READY_SECONDS = 300
 
 
 class Failed(Exception):
-    """A block did not behave as the README says."""
+    """A block does not do what the README states."""
 
 
 class Reader:
@@ -61,13 +61,17 @@ class Reader:
     """
 
     def __init__(self, folder: Path, torch: str) -> None:
-        self.project, self.outside = folder / "project", folder / "outside"
+        # The project, from git.
+        self.project = folder / "project"
+        self.outside = folder / "outside"
         self.outside.mkdir()
         archive = subprocess.run(
             ["git", "-C", ROOT, "archive", "HEAD"], check=True, capture_output=True
         ).stdout
         self.project.mkdir()
         subprocess.run(["tar", "-x", "-C", self.project], input=archive, check=True)
+
+        # An environment that ignores the caller's.
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
         programs = folder / "venv" / "bin"
         hidden = ("PYTHONPATH", "VIRTUAL_ENV")
@@ -117,7 +121,7 @@ class Reader:
         raise Failed(f"{command} is not ready after {READY_SECONDS} s")
 
     def run_bash(self, block: str) -> None:
-        """Run the commands of a block; a line that ends with a backslash continues on the next."""
+        """Run the commands of a block. A line that ends with a backslash continues on the next one."""
         for line in block.replace("\\\n", " ").splitlines():
             command = re.sub(r"\s+#.*$", "", line).strip()
             if not command or command.startswith(("#", "make ", "git clone")):
@@ -138,7 +142,7 @@ class Reader:
             compare(self.shell(command), expected)
 
     def run_python(self, block: str, number: int) -> str:
-        """Run a block after the earlier ones, in a separate folder. Returns its output."""
+        """Run a block in the interpreter of the earlier ones, outside the project. Returns its output."""
         if self.python is None:
             self.python = subprocess.Popen(
                 ["python", "-c", INTERPRETER],
@@ -164,7 +168,7 @@ class Reader:
 
 
 def compare(printed: str, expected: str) -> None:
-    """Check that the output is as expected, where "..." matches anything."""
+    """Raise Failed unless the output is as expected, where "..." matches anything."""
     pattern = r"\s*".join(
         ".*?".join(re.escape(part) for part in word.split("...")) for word in expected.split()
     )
@@ -195,8 +199,8 @@ def run(reader: Reader, text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--torch", default="", help="options for pip where torch is installed")
-    parser.add_argument("--keep", type=Path, help="work in this new folder and keep it")
+    parser.add_argument("--torch", default="", help="pip options for installing torch")
+    parser.add_argument("--keep", type=Path, help="work in this new folder, and keep it")
     arguments = parser.parse_args()
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="readme-"))
     folder.mkdir(exist_ok=True)
@@ -204,13 +208,13 @@ def main() -> int:
     try:
         run(reader, (ROOT / "README.md").read_text(encoding="utf-8"))
     except Failed as error:
-        print(f"error: the README does not do what it says: {error}", file=sys.stderr)
+        print(f"error: the README is wrong: {error}", file=sys.stderr)
         return 1
     finally:
         reader.close()
         if arguments.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-    print("every block of the README does what it says")
+    print("every block of the README works as stated")
     return 0
 
 

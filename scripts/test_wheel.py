@@ -1,9 +1,9 @@
-"""Tests a release as a user gets it: the wheel with [serve] in an empty environment, for every installed Python.
+"""Tests a release as users install it: the wheel with [serve] in an empty environment, for every installed Python.
 
     python scripts/test_wheel.py [--torch '--index-url https://download.pytorch.org/whl/cpu'] [--wheel FILE]
 
-In each environment, a completion of the bundled model is compared with plain decoding, and the server answers a
-request. An installation takes minutes and downloads torch. Only the standard library is needed.
+In each environment, a completion of the bundled model is compared with plain decoding, and the server must answer a
+request. An installation takes minutes and downloads torch. This script needs only the standard library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PORT, READY_SECONDS = 8765, 300
+PORT = 8765
+#: Seconds within which the server must answer.
+READY_SECONDS = 300
+#: Arguments of lookahead that compare a completion with plain decoding.
 TEXT = [
     "generate",
     "tiny",
@@ -35,7 +38,7 @@ TEXT = [
 
 
 def interpreters() -> dict[str, str]:
-    """Every Python from 3.11 to 3.14 on the path, and pyenv's."""
+    """Programs of Python 3.11 to 3.14 by version: those next to this interpreter (pyenv), or on the path."""
     found = {}
     for minor in range(11, 15):
         beside = sorted(Path(sys.base_prefix).parent.glob(f"3.{minor}.*/bin/python3"))
@@ -46,7 +49,14 @@ def interpreters() -> dict[str, str]:
 
 
 def check(python: str, wheel: Path, torch: str, folder: Path) -> None:
-    """Install into a new folder and use it."""
+    """Install the wheel into a new folder and use it.
+
+    Args:
+        python: the interpreter.
+        wheel: the wheel.
+        torch: pip options for installing torch; "" leaves it to the wheel's requirements.
+        folder: an empty folder.
+    """
     hidden = ("PYTHONPATH", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
 
@@ -77,7 +87,8 @@ def check(python: str, wheel: Path, torch: str, folder: Path) -> None:
 def ask(server: subprocess.Popen[bytes]) -> str:
     """The text of one completion, requested as soon as the server is ready."""
     body = json.dumps({"prompt": "def add(a, b):", "max_tokens": 12, "temperature": 0}).encode()
-    address, end = f"http://127.0.0.1:{PORT}/v1/completions", time.monotonic() + READY_SECONDS
+    address = f"http://127.0.0.1:{PORT}/v1/completions"
+    end = time.monotonic() + READY_SECONDS
     while time.monotonic() < end and server.poll() is None:
         try:
             request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
@@ -90,8 +101,8 @@ def ask(server: subprocess.Popen[bytes]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--torch", default="", help="options for pip where torch is installed")
-    parser.add_argument("--wheel", type=Path, help="by default one is built with hatchling")
+    parser.add_argument("--torch", default="", help="pip options for installing torch")
+    parser.add_argument("--wheel", type=Path, help="default: build one with hatchling")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         wheel = arguments.wheel
@@ -105,7 +116,7 @@ def main() -> None:
             folder.mkdir()
             check(python, wheel.resolve(), arguments.torch, folder)
             shutil.rmtree(folder)
-    print("the wheel does what it says on all of them")
+    print("the wheel works on all of them")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Differential fuzzing: random calls of model.generate with and without lookahead, compared token for token.
 
     python tests/fuzz.py --seconds 3600 --report docs/results/soak.md      the long form (make soak)
-    python tests/fuzz.py --case 1234                                       one case again, by its number
+    python tests/fuzz.py --case 1234                                       repeat one case by its number
 
-A case is a function of its number alone: model family, weights, prompts, padding, lengths near powers of two and
-near the context limit, drafting method and settings, sampling, penalties, end tokens, outputs. Both calls draw from
-torch's generator under one seed, so sampled texts must be equal too, and so must the generator's state afterwards.
-One case in four is of the engine instead: lists of prompts in batches, stop strings, a state that earlier calls have
-filled, float32 and, on the compiled path, bfloat16 too. Each text is compared with one decoded plainly and alone.
+The number of a case determines everything: model family, weights, prompts, padding, lengths near powers of two and
+near the context limit, drafting method and settings, sampling, penalties, end tokens, outputs. Both calls use the
+same seed of torch's generator, so sampled completions must be equal too, and so must the generator's state
+afterwards. One case in four calls the engine instead: lists of prompts in batches, stop strings, a warm state,
+float32, and bfloat16 on the compiled path. Each completion is compared with plain decoding of its prompt alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ import toy
 from families import FAMILIES, tiny_model
 from lookahead import Adaptive, Jacobi, Lookahead, Plain, PromptLookup
 
-#: Their rotary base follows the longest sequence of the batch, in transformers too: one sequence at a time.
+#: Families decoded one sequence at a time, because their rotary base depends on the longest sequence of the batch (in
+#: transformers too).
 ALONE = ("llama-dynamic-ntk",)
 DRAFTING: list[dict[str, Any]] = [
     {},
@@ -48,9 +49,9 @@ DRAFTING: list[dict[str, Any]] = [
 ]
 
 
-#: Families with a sliding window, which the cases vary.
+#: Families with a sliding window, whose size varies.
 SLIDING = ("mistral-sliding", "gemma2", "gemma3", "olmo3", "cohere2", "gpt-oss")
-#: Families that the compiled path takes in bfloat16 too: there one row and many give the same bits.
+#: Families on the compiled path, where one row and many are bit-identical in bfloat16 too.
 COMPILED = ("llama", "qwen2", "qwen3", "mistral", "mistral-sliding")
 ENGINE_DRAFTERS = [Adaptive(), Adaptive(rows=32), Lookahead(5, 3, 5), PromptLookup()]
 
@@ -72,7 +73,14 @@ def engine_of(family: str, seed: int, dtype: torch.dtype, window: int = 0) -> An
 
 @dataclass
 class Numbered:
-    """What cases of both kinds have: the options of the texts, and how they are drafted."""
+    """The common part of both kinds of cases.
+
+    Attributes:
+        number: determines the case.
+        family: the model family.
+        options: options of the completions.
+        method: options of drafting.
+    """
 
     number: int
     family: str = ""
@@ -82,7 +90,7 @@ class Numbered:
 
 @dataclass
 class Case(Numbered):
-    """One pair of calls, made from its number."""
+    """One pair of calls of ``model.generate``."""
 
     ids: Any = None
     mask: Any = None
@@ -90,10 +98,15 @@ class Case(Numbered):
 
     @classmethod
     def of(cls, number: int) -> Case:
+        # The model.
         draw = random.Random(number)
         case = cls(number, family=draw.choice(FAMILIES))
-        seed, spread, window = draw.randrange(2), draw.choice([0.05, 0.1, 0.2]), draw.choice([4, 8, 17, 64])
+        seed = draw.randrange(2)
+        spread = draw.choice([0.05, 0.1, 0.2])
+        window = draw.choice([4, 8, 17, 64])
         case.model = model_of(case.family, seed, spread, window if case.family in SLIDING else 0)
+
+        # Numbers of prompts and tokens.
         rows = 1 if case.family in ALONE else draw.choice([1, 1, 1, 2, 3])
         length = max(
             1, draw.choice([1, 2, 5, 8, 16, 31, 32, 33, 64, 127, 128, 200]) + draw.choice([-1, 0, 0, 1])
@@ -105,6 +118,8 @@ class Case(Numbered):
         if case.family in ALONE:  # around the trained length, where the base begins to change
             length = draw.choice([length, 20, 46, 47, 48, 49, 60])
             new = min(new, 256 - length)
+
+        # Prompts that repeat themselves, with padding on the left.
         vocabulary = draw.choice([4, 20, 96])
         period = draw.choice([3, 7, length])
         stretch = [[3 + draw.randrange(max(1, vocabulary - 3)) for _ in range(period)] for _ in range(rows)]
@@ -114,6 +129,8 @@ class Case(Numbered):
             padding = draw.randrange(length)
             case.mask[row, :padding] = 0
             case.ids[row, :padding] = 0
+
+        # Options and drafting.
         case.options = {"max_new_tokens": new}
         if draw.random() < 0.5:
             case.options |= {"do_sample": True, "temperature": draw.choice([0.3, 0.7, 1.0, 1.3])}
@@ -133,15 +150,15 @@ class Case(Numbered):
         return case
 
     def run(self, **ours: Any) -> tuple[Any, Any]:
+        """(output, state of the generator afterwards)."""
         torch.manual_seed(self.number)
         out = self.model.generate(self.ids, attention_mask=self.mask, **self.options, **ours)
         return out, torch.random.get_rng_state()
 
     def difference(self) -> tuple[str, int]:
         """("" or what differs, tokens compared)."""
-        if (
-            self.family in ALONE
-        ):  # transformers keeps the frequencies of the longest text: a short one ends that
+        if self.family in ALONE:
+            # transformers keeps the frequencies of the longest sequence until a short one resets them.
             self.model(torch.ones(1, 1, dtype=torch.long))
         plain, plain_state = self.run()
         ours, state = self.run(custom_generate=lookahead.generate, **self.method)
@@ -166,7 +183,7 @@ class Case(Numbered):
 
 @dataclass
 class EngineCase(Numbered):
-    """One call of ``LLM.generate`` with a list of prompts, made from its number."""
+    """One call of ``LLM.generate`` with a list of prompts."""
 
     prompts: list[Any] = field(default_factory=list)
     llm: Any = None
@@ -184,7 +201,7 @@ class EngineCase(Numbered):
         for _ in range(draw.randrange(1, 6)):
             stretch = [3 + draw.randrange(60) for _ in range(draw.choice([1, 3, 9, 40]))]
             ids = (stretch * 40)[: draw.choice([1, 2, 16, 33, 64, 130])]
-            if family in ALONE:  # the engine takes no prompt past the trained length
+            if family in ALONE:  # the engine rejects prompts beyond the trained length
                 ids = ids[:33]
             case.prompts.append(ids if draw.random() < 0.5 else case.llm.tokenizer.decode(ids) or "x")
         case.options = {"max_new_tokens": draw.choice([1, 2, 15, 33, 64, 100]), "seed": number}
@@ -204,7 +221,7 @@ class EngineCase(Numbered):
     def difference(self) -> tuple[str, int]:
         """("" or what differs, tokens compared)."""
         if "bfloat16" in self.family and self.llm.path != "cpu":
-            return "", 0  # elsewhere bfloat16 may round a row otherwise beside other rows
+            return "", 0  # on other paths, rounding in bfloat16 may depend on the other rows of the step
         method = dict(self.method)
         if self.warm:
             drafter = method["drafter"]
@@ -233,7 +250,15 @@ def case_of(number: int) -> Case | EngineCase:
 
 @dataclass
 class Report:
-    """What a run of the fuzzer saw."""
+    """Counts and findings of a run.
+
+    Attributes:
+        cases: number of cases.
+        tokens: number of tokens compared.
+        engine: number of cases of the engine.
+        families: number of cases by family.
+        found: descriptions of the differences.
+    """
 
     cases: int = 0
     tokens: int = 0
@@ -243,15 +268,26 @@ class Report:
 
 
 def fuzz(seconds: float = 0.0, first: int = 0, tell: Any = None, least: int = 0) -> Report:
-    """Run cases from a number on until the time is over, and at ``least`` so many."""
-    report, end, number = Report(), time.monotonic() + seconds, first
+    """Run cases until the time is over.
+
+    Args:
+        seconds: the time.
+        first: number of the first case.
+        tell: called with the report after each case.
+        least: minimum number of cases.
+    """
+    report = Report()
+    end = time.monotonic() + seconds
+    number = first
     while time.monotonic() < end or report.cases < least:
         case = case_of(number)
         try:
             wrong, tokens = case.difference()
         except Exception as error:  # a crash is a finding like any other
-            wrong, tokens = f"{type(error).__name__}: {error}", 0
-        report.cases, report.tokens = report.cases + 1, report.tokens + tokens
+            wrong = f"{type(error).__name__}: {error}"
+            tokens = 0
+        report.cases += 1
+        report.tokens += tokens
         report.engine += isinstance(case, EngineCase)
         report.families[case.family.split()[0]] += 1
         if wrong:
@@ -266,16 +302,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--case", type=int, help="run one case and say what differs")
+    parser.add_argument("--case", type=int, help="run one case and print what differs")
     parser.add_argument("--report", type=Path, help="write a page")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+
+    # A single case.
     if given.case is not None:
         case = case_of(given.case)
         print(case)
         print(case.difference()[0] or "equal")
         return
+
+    # Cases for some time, with a progress bar.
     started = time.monotonic()
 
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -289,6 +329,8 @@ def main() -> None:
             bar.update(task, completed=time.monotonic() - started, description=said)
 
         report = fuzz(given.seconds, given.first, tell)
+
+    # The page.
     lines = [
         "# Differential fuzzing",
         "",

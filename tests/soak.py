@@ -1,14 +1,14 @@
-"""What only shows after a while: memory, long texts, and a command that is killed again and again.
+"""Long-running tests: memory, long completions, a command killed again and again, a server under load, damaged files.
 
-    python tests/soak.py memory --count 1000     generations of many kinds: memory flat, nothing left behind
-    python tests/soak.py texts --count 4000      texts of so many tokens against plain decoding
+    python tests/soak.py memory --count 1000     generations of many kinds: no growth in memory, threads or open files
+    python tests/soak.py texts --count 4000      completions of this many tokens against plain decoding
     python tests/soak.py kills --count 50        kill -9 and Ctrl-C of lookahead generate --resume
-    python tests/soak.py server --count 600      so many seconds of 64 clients, then SIGTERM and kill -9 under load
+    python tests/soak.py server --count 600      64 clients for this many seconds, then SIGTERM and kill -9 under load
     python tests/soak.py files --count 2000      damaged GGUF files, in a process with limited memory
 
-Each takes ``--report PAGE`` and adds a section to that page; the status is 1 where something was found. The short
-forms are in test_soak.py and test_gguf_damage.py, random calls in fuzz.py, threads in test_cpu_threads.py. Linux
-only: memory and open files are read from /proc.
+``--report PAGE`` adds a section to that page. The exit status is 1 if something is wrong. The short forms are in
+test_soak.py and test_gguf_damage.py, random calls in fuzz.py, threads in test_cpu_threads.py. Linux only, because
+memory and open files are read from /proc.
 """
 
 from __future__ import annotations
@@ -43,23 +43,24 @@ from lookahead.core import LookaheadError
 from lookahead.core.stats import first_divergence
 from serving import started
 
-#: How far resident memory may grow after the first part of the run.
+#: Share by which resident memory may grow after the first part of the run.
 GROWTH = 0.05
-#: Seconds of processor time in a second of doing nothing.
+#: Largest CPU time in an idle second, in seconds.
 IDLE = 0.05
-#: Of a record: the rows of a step are chosen by measured times.
+#: Fields of a record that depend on measured times, by which the rows of a step are chosen.
 TIMED = ("seconds", "steps", "rows")
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
 
 
 @dataclass
 class Findings:
-    """What went wrong, and the figures of the run."""
+    """Failed expectations, and the figures of the run."""
 
     wrong: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
 
     def expect(self, holds: bool, what: str) -> None:
+        """Record ``what`` as wrong unless ``holds``."""
         if not holds:
             self.wrong.append(what)
 
@@ -81,7 +82,7 @@ def _failing(llm: Any, draw: random.Random) -> None:
         llm.generate(_prompt(draw)[:10], max_new_tokens=30, logits_processor=exclude)
     except LookaheadError:
         return
-    raise AssertionError("no token was left, and no error said so")
+    raise AssertionError("all tokens were excluded, but there was no error")
 
 
 def _called(llm: Any, draw: random.Random) -> None:
@@ -102,12 +103,15 @@ def _prompt(draw: random.Random) -> list[int]:
 
 
 def memory(count: int, leak: Callable[[int], Any] | None = None) -> Findings:
-    """``count`` generations of many kinds, on the compiled path and on that of transformers.
+    """``count`` generations of many kinds, on the compiled path and on the transformers path.
 
     Args:
-        leak: called with the number of every generation; for the proof that a leak is found.
+        count: number of generations.
+        leak: called with the number of every generation, to test that a leak is detected.
     """
-    found, first = Findings(), max(count // 10, 30)
+    # Kinds of generations.
+    found = Findings()
+    first = max(count // 10, 30)
     llms = [lookahead.LLM(tiny_model(family, eos_token_id=None)) for family in ("llama", "gemma2")]
     small = lookahead.Adaptive(max_entries=1000)
     warm = [replace(small, state=llm.warm_state(settings=small)) for llm in llms]
@@ -127,6 +131,8 @@ def memory(count: int, leak: Callable[[int], Any] | None = None) -> Findings:
         _failing,
         _called,
     ]
+
+    # Generate, and note the resources in use after the first part.
     before: tuple[int, int, int] | None = None
     for number in range(count):
         draw = random.Random(number)
@@ -137,6 +143,8 @@ def memory(count: int, leak: Callable[[int], Any] | None = None) -> Findings:
             before = resources()
     after = resources()
     assert before is not None, f"at least {first} generations are needed, got {count}"
+
+    # Threads should not spin when there is nothing to do.
     started = time.process_time()
     time.sleep(1.0)
     busy = time.process_time() - started
@@ -161,8 +169,9 @@ def resources() -> tuple[int, int, int]:
 
 
 def texts(count: int) -> Findings:
-    """Texts of ``count`` tokens of three models, greedy and sampled, by each method as plainly."""
-    found, compared = Findings(), 0
+    """Completions of ``count`` tokens by three models, greedy and sampled: each method must equal plain decoding."""
+    found = Findings()
+    compared = 0
     limit = {"max_position_embeddings": count + 64, "initializer_range": 0.1, "eos_token_id": None}
     models = {
         "llama": tiny_model("llama", **limit),
@@ -199,8 +208,9 @@ def texts(count: int) -> Findings:
 
 
 def kills(count: int) -> Findings:
-    """Kill -9 and SIGINT in turn at random moments; the output is then that of one run without any."""
-    found, moments = Findings(), random.Random(count)
+    """Alternate kill -9 and SIGINT at random moments. The output must equal that of an uninterrupted run."""
+    found = Findings()
+    moments = random.Random(count)
     with tempfile.TemporaryDirectory() as folder:
         model, source, out, whole = (Path(folder) / name for name in ("model", "in", "out", "whole"))
         toy.save(model)
@@ -241,7 +251,7 @@ def kills(count: int) -> Findings:
 
 def _start(command: list[str]) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(Path(lookahead.__file__).parents[1])}
-    # A shell's background job inherits an ignored interrupt; a user's command does not.
+    # Background jobs of a shell inherit an ignored SIGINT, unlike commands of a user.
     return subprocess.Popen(
         command,
         env=environment,
@@ -254,7 +264,7 @@ def _start(command: list[str]) -> subprocess.Popen[str]:
 
 def _to_the_end(command: list[str]) -> None:
     process = _start(command)
-    _, said = process.communicate()  # which closes the pipe too
+    _, said = process.communicate()  # also closes the pipe
     assert process.returncode == 0, said
 
 
@@ -266,7 +276,8 @@ def _signalled(
     length: float,
     found: Findings,
 ) -> None:
-    """Run the command, end it at a random moment (while it loads, or some records later), and look at the file."""
+    """Run the command, end it at a random moment (while it loads, or some records later), and check its file."""
+    # Wait for the moment.
     before = out.read_bytes() if out.exists() else b""
     process = _start(command)
     loading = moments.random() < 0.25
@@ -277,23 +288,26 @@ def _signalled(
             time.sleep(moments.random() * 0.02)
             break
         time.sleep(0.001)
+
+    # Send the signal. Complete records must remain.
     process.send_signal(sort)
     _, said = process.communicate(timeout=120)
     after = out.read_bytes() if out.exists() else b""
     kept = before[: before.rfind(b"\n") + 1]
     found.expect(after.startswith(kept), f"after {sort.name}: records that were there are gone")
-    if sort is signal.SIGKILL:  # what a machine that stops in the middle of a write leaves
+    if sort is signal.SIGKILL:  # add a partial line, as after a power failure during a write
         with out.open("ab") as file:
             file.write(b'{"id": "same", "outp')
-    elif b"\n" in after[len(kept) :]:  # at work, so it is the command that takes it
+    elif b"\n" in after[len(kept) :]:  # it was decoding, so the command handled the interrupt
         found.expect(process.returncode in (0, 130), f"after {sort.name}: status {process.returncode}")
         found.expect("Traceback" not in said, f"after {sort.name}: {said}")
         found.expect(after.endswith(b"\n"), f"after {sort.name}: a torn line")
 
 
 def compare(out: Path, whole: Path, found: Findings) -> None:
-    """Both files have the same result for every line of the input, and each only once."""
-    given, expected = _known(out), _known(whole)
+    """Check that both files have exactly one result for every line of the input, and the same one."""
+    given = _known(out)
+    expected = _known(whole)
     for line, records in expected.items():
         count = len(given.get(line, []))
         found.expect(count == 1, f"input line {line} has {count} results")
@@ -304,7 +318,7 @@ def compare(out: Path, whole: Path, found: Findings) -> None:
 
 
 def _known(path: Path) -> dict[int, list[dict[str, Any]]]:
-    """Input line -> its records, without times and what follows from times."""
+    """Input line -> its records, without times and fields that depend on times."""
     found: dict[int, list[dict[str, Any]]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
@@ -316,7 +330,8 @@ def _known(path: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def server(seconds: int, clients: int = 64) -> Findings:
-    """``lookahead serve`` under many clients for so long, then ended by SIGTERM and by kill -9 and started again."""
+    """``lookahead serve`` with many clients for some time; then SIGTERM, kill -9, and a new start."""
+    # Run the server under load.
     found = Findings()
     with tempfile.TemporaryDirectory() as folder:
         path = toy.save(Path(folder), max_position_embeddings=512)
@@ -333,9 +348,10 @@ def server(seconds: int, clients: int = 64) -> Findings:
             "--shutdown-timeout",
             0.05,
         )
-        crowds, resident = [], []
+        crowds = []
+        resident = []
         with started(*command) as (process, url, _):
-            for _ in range(2):  # caches fill in the first half: memory is flat where the second adds nothing
+            for _ in range(2):  # caches grow in the first half, and memory must not grow in the second
                 crowds.append(Crowd(url, seconds / 2).run(clients))
                 resident.append(_resident(process.pid))
                 found.expect(not crowds[-1].lost, f"connections broke: {crowds[-1].lost[:3]}")
@@ -349,16 +365,20 @@ def server(seconds: int, clients: int = 64) -> Findings:
         crowds += [ended, killed, again]
         llm = lookahead.load(path, dtype="float32")
         different = [line for crowd in crowds for line in crowd.differences(llm)]
+
+    # Check the answers.
     statuses: dict[int, int] = {}
     for crowd in crowds:
         found.wrong += crowd.wrong
         for status, number in crowd.statuses.items():
             statuses[status] = statuses.get(status, 0) + number
     found.wrong += different
-    allowed = {200, 400, 413, 429, 503}  # 503 of a server that ends
+    allowed = {200, 400, 413, 429, 503}  # 503 while shutting down
     found.expect(set(statuses) <= allowed, f"statuses other than {sorted(allowed)}: {statuses}")
     for status in (200, 400, 413):
         found.expect(statuses.get(status, 0) > 0, f"no answer had status {status}")
+
+    # Check memory, and report.
     half, whole = resident
     found.expect(whole <= half * 1.1 + 64, f"memory grew from {half} to {whole} MiB in the second half")
     texts_seen = sum(len(crowd.texts) for crowd in crowds)
@@ -381,7 +401,7 @@ def _resident(process: int) -> int:
 
 
 def _ended(process: Any, url: str, sort: signal.Signals, found: Findings) -> Crowd:
-    """What 16 clients saw of a server that a signal ends."""
+    """End a server by a signal under the load of 16 clients. Returns what they observed."""
     crowd = Crowd(url, 120)
     thread = Thread(target=crowd.run, args=(16,))
     thread.start()
@@ -401,10 +421,11 @@ def _ended(process: Any, url: str, sort: signal.Signals, found: Findings) -> Cro
 
 
 def files(count: int) -> Findings:
-    """So many damaged GGUF files (``gguf_damage``): each is refused in one line, or decodes."""
+    """``count`` damaged GGUF files (``gguf_damage``): each is rejected in one line, or decodes."""
     report = gguf_damage.fuzz(count)
     names = ", ".join(architecture for architecture, _ in gguf_damage.FILES)
-    outcomes, counts = report.outcomes, report.counts
+    outcomes = report.outcomes
+    counts = report.counts
     facts = [
         f"{count} files of {names}; limit of memory: {gguf_damage.ALLOWANCE >> 20} MiB more than whole files take",
         f"{outcomes['refused']} refused in one line, {outcomes['decoded']} decoded",
