@@ -301,7 +301,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", nargs="?", help="default: the library's default model")
     parser.add_argument("--text", type=Path, required=True, help="folder of the model's own text")
-    parser.add_argument("--states", type=Path, required=True, help="folder of its hidden states, extended")
+    parser.add_argument(
+        "--states", type=Path, required=True, help="folder of its hidden states; missing files are computed"
+    )
     parser.add_argument("--epochs", type=float, default=2.0)
     parser.add_argument("--out", type=Path, default=Path("build/eagle.safetensors"))
     args = parser.parse_args()
