@@ -8,7 +8,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast test-llamacpp vllm test-vllm test-readme soak coverage lint style types suite fix bench results gpu-check
+.PHONY: help demo test test-fast test-llamacpp vllm test-vllm test-oldest test-readme soak coverage lint style types suite fix bench results gpu-check
 .PHONY: docs docs-serve test-pages dist test-wheel licences clean
 help:
 	@echo "make demo           generate four completions with a real model, coloured by step, and compare speeds"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-fast      run the tests that take at most a second each"
 	@echo "make test-llamacpp  test the llama.cpp engine (the first run compiles llama-cpp-python, ten minutes)"
 	@echo "make test-vllm      test drafting in vLLM, in a separate environment (the first run installs 3 GB)"
+	@echo "make test-oldest    test with the oldest supported versions, in a separate environment (downloads torch)"
 	@echo "make fix            format the code and regenerate the pages that are drawn from it"
 	@echo "make test-readme    run every block of the README in order, in a new environment (downloads torch)"
 	@echo "make docs           build the site strictly, in build/site; make docs-serve rebuilds it as you edit"
@@ -83,6 +84,20 @@ $(VLLM_VENV)/.ready: pyproject.toml
 	  pytest pytest-timeout hypothesis rich typer
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+# uv installs the lower bounds of pyproject.toml. The oldest numba needs Python 3.11 or 3.12.
+OLDEST := build/oldest
+OLDEST_UV := $(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct
+test-oldest: $(OLDEST)/.ready
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 3 --dist worksteal -p no:cacheprovider \
+	  $(addprefix tests/test_,structure.py cli.py hf.py cpu_target.py adaptive.py packed.py cuda_graphs.py gguf.py server.py)
+
+$(OLDEST)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(OLDEST_UV) $(TORCH) "$$(grep -o 'torch>=[0-9.]*' pyproject.toml)"
+	$(OLDEST_UV) --editable '.[gguf,test]'
 	@touch $@
 
 # Each command appends to the page. The first finding ends the run and is recorded on the page.

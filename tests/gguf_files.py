@@ -298,7 +298,8 @@ def reference_model(path):
     architecture = reader.get_field(ARCHITECTURE_KEY).contents()
     config = make_config(architecture, **json.loads(reader.get_field(CONFIG_KEY).contents()))
     weights = decoded(path)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    # With sdpa, transformers 5.20 and older ignore Gemma 2's soft caps.
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(
         numbers[WRITTEN_AS.get(architecture, architecture)], config.num_hidden_layers

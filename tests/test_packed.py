@@ -46,7 +46,7 @@ def file_bytes(name, outputs, inner, seed=0):
     except NotImplementedError:
         # The package only decodes these. Any bytes are a block, once its factors are sane.
         raw = generator.integers(0, 256, (outputs * inner // 256, kind.file_bytes), dtype=np.uint8)
-        factors = generator.uniform(0.5, 1.5, (len(raw), 2)).astype(np.float16) / 1000
+        factors = generator.uniform(0.5, 1.5, (len(raw), 2)).astype(np.float16) / np.float16(1000)
         if name == "Q6_K":
             raw[:, 208:] = factors[:, :1].view(np.uint8)
         else:

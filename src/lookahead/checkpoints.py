@@ -118,8 +118,7 @@ class Checkpoint:
             how["config"] = config
             if "quantization_config" in how:
                 raise SettingsError(f"{self.name} has its own quantization; leave quantization_config out")
-            if hasattr(transformers, "GgufConfig"):  # versions that may leave the weights packed
-                how["quantization_config"] = transformers.GgufConfig(dequantize=True)
+            how["quantization_config"] = transformers.GgufConfig(dequantize=True)
 
         # Read them, and check that none is missing.
         wanted = dtype if dtype == "auto" else getattr(torch, dtype)
