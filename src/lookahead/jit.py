@@ -44,6 +44,8 @@ from numba import types
 from numba.core import event
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.extending import intrinsic, register_jitable
 from numba.np.arrayobj import populate_array
 
@@ -64,6 +66,53 @@ PATIENCE = 1.0
 LONGEST = 120.0
 
 
+class _Part(JITCodeLibrary):  # type: ignore[misc]
+    def _optimize_functions(self, module: Any) -> None:
+        module.data_layout = self._codegen._data_layout
+
+    def finalize(self) -> None:
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        return 0
+
+    @property
+    def codegen(self) -> Any:
+        return self
+
+    def set_env(self, name: str, env: Any) -> None:
+        pass
+
+
+class _Whole(JITCodeLibrary):  # type: ignore[misc]
+    def _optimize_functions(self, module: Any) -> None:
+        module.data_layout = self._codegen._data_layout
+
+    def add_linking_library(self, library: Any) -> None:
+        super().add_linking_library(library)
+        for each in library._linking_libraries:
+            if each not in self._linking_libraries:
+                self.add_linking_library(each)
+
+    def _optimize_final_module(self) -> None:
+        passes, builder = self._codegen._module_pass_manager()
+        passes.run(self._final_module, builder)
+
+
+class _PartCompiler(CompilerBase):
+    library = _Part
+
+    def define_pipelines(self):
+        state = self.state
+        state.library = self.library(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library.enable_object_caching()
+        return [DefaultPassBuilder.define_nopython_pipeline(state)]
+
+
+class _WholeCompiler(_PartCompiler):
+    library = _Whole
+
+
 def compiled(
     function: Function, variant: str = "", *, inline: bool = False, fastmath: bool | set[str] = False
 ) -> Function:
@@ -78,7 +127,9 @@ def compiled(
         fastmath: LLVM's flags for floating-point operations.
     """
     function.__qualname__ += variant
-    result: Function = register_jitable(**_OPTIONS, forceinline=inline, fastmath=fastmath)(function)
+    result: Function = register_jitable(
+        **_OPTIONS, forceinline=inline, fastmath=fastmath, pipeline_class=_PartCompiler
+    )(function)
     return result
 
 
@@ -90,7 +141,7 @@ def entry(function: Function, variant: str = "", *, nogil: bool = False) -> Func
         nogil: whether other threads of Python run during a call.
     """
     function.__qualname__ += variant
-    result = numba.njit(**_OPTIONS, nogil=nogil)(function)
+    result = numba.njit(**_OPTIONS, nogil=nogil, pipeline_class=_WholeCompiler)(function)
     if result is not function:  # if the JIT is off, it is the function
         _keep_on_disk(result, function)
     return cast(Function, result)
@@ -109,7 +160,8 @@ class MachineCode:
     def __init__(self, function: Callable[..., Any], arguments: int, variant: str) -> None:
         function.__qualname__ += variant
         signature = (types.int64,) * arguments, types.void
-        self._code = CFunc(function, signature, {}, {"error_model": "numpy", "_nrt": False})
+        options = {"error_model": "numpy", "_nrt": False}
+        self._code = CFunc(function, signature, {}, options, _WholeCompiler)
         _keep_on_disk(self._code, function)
         self._code.compile()
         address: Any = self._code.address
