@@ -40,13 +40,22 @@ from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type
 import llvmlite.binding
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.core import event
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
-from numba.extending import intrinsic, register_jitable
+from numba.core.typing.templates import AttributeTemplate
+from numba.extending import (
+    infer_getattr,
+    intrinsic,
+    lower_getattr_generic,
+    models,
+    register_jitable,
+    register_model,
+)
 from numba.np.arrayobj import populate_array
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -182,8 +191,9 @@ def pack(arrays: Any) -> Any:
     words = list[int]()
 
     def add(value: Any, kind: Any) -> None:
-        if isinstance(kind, types.BaseTuple):
-            for each, of in zip(value, kind, strict=True):
+        if isinstance(kind, _Fields | types.BaseTuple):
+            parts = kind if isinstance(kind, types.BaseTuple) else [of for of, _ in kind.fields.values()]
+            for each, of in zip(value, parts, strict=True):
                 add(each, of)
         elif isinstance(kind, types.Array):
             fits = value.ndim == kind.ndim and numba.from_dtype(value.dtype) == kind.dtype
@@ -199,15 +209,88 @@ def pack(arrays: Any) -> Any:
 
 
 def unpack_as(kind: type) -> Any:
-    """Make the function of compiled code that turns what ``pack`` returned into the named tuple again."""
+    """Make the function of compiled code that turns what ``pack`` returned into the named tuple again.
+
+    The result is an address from which each use of a field reads. A tuple of 50 arrays by value would be 400 arguments
+    for every function that gets it, which takes longer to compile than all else that the functions do.
+    """
     if numba.config.DISABLE_JIT:
         return lambda packed: packed
 
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.make_array(signature.args[0])(context, builder, arguments[0]).data
+
     @intrinsic  # type: ignore[untyped-decorator]
     def unpack(_: Any, packed: Any) -> Any:
-        return _kind_of(kind)(packed), _emit_unpack
+        return _kind_of(kind)(packed), emit
 
     return unpack
+
+
+class _Fields(types.Type):  # type: ignore[misc]  # numba has no types
+    """A packed named tuple in compiled code.
+
+    Attributes:
+        fields: field -> (its type, the number of words before it).
+    """
+
+    def __init__(self, kind: type) -> None:
+        super().__init__(f"{kind.__module__}.{kind.__qualname__}")
+        self.fields: dict[str, tuple[Any, int]] = {}
+        self.size = 0
+        for name, hint in get_type_hints(kind, include_extras=True).items():
+            self.fields[name] = _kind_of(hint), self.size
+            self.size += _size_of(_kind_of(hint))
+
+
+@register_model(_Fields)
+class _FieldsModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, ir.IntType(64).as_pointer())
+
+
+@infer_getattr
+class _FieldsTyping(AttributeTemplate):  # type: ignore[misc]
+    key = _Fields
+
+    def generic_resolve(self, fields: Any, name: str) -> Any:
+        return fields.fields[name][0] if name in fields.fields else None
+
+
+@lower_getattr_generic(_Fields)  # type: ignore[untyped-decorator]
+def _emit_field(context: Any, builder: Any, fields: Any, address: Any, name: str) -> Any:
+    kind, before = fields.fields[name]
+    return _emit_read(context, builder, kind, builder.gep(address, [context.get_constant(types.intp, before)]))
+
+
+def _emit_read(context: Any, builder: Any, kind: Any, address: Any) -> Any:
+    """Write the instructions that read a value from its words."""
+    numbers = count()
+
+    def word() -> Any:
+        place = builder.gep(address, [context.get_constant(types.intp, next(numbers))])
+        loaded = builder.load(place)
+        # No compiled code writes the words, so one load is enough, wherever the value is used.
+        loaded.set_metadata("invariant.load", builder.module.add_metadata([]))
+        return loaded
+
+    if isinstance(kind, _Fields):
+        return address
+    if isinstance(kind, types.BaseTuple):
+        parts = []
+        for each in kind:
+            parts.append(_emit_read(context, builder, each, address))
+            address = builder.gep(address, [context.get_constant(types.intp, _size_of(each))])
+        return context.make_tuple(builder, kind, parts)
+    if not isinstance(kind, types.Array):
+        return word()
+    array = context.make_array(kind)(context, builder)
+    data = builder.inttoptr(word(), array.data.type)
+    shape = [word() for _ in range(kind.ndim)]
+    strides = [word() for _ in range(kind.ndim)]
+    size = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(kind.dtype)))
+    populate_array(array, data=data, shape=shape, strides=strides, itemsize=size, meminfo=None)
+    return array._getvalue()
 
 
 @cache
@@ -223,32 +306,16 @@ def _kind_of(kind: Any) -> Any:
     if get_origin(kind) is Annotated:
         _, dtype, dimensions, *strided = get_args(kind)
         return types.Array(numba.from_dtype(np.dtype(dtype)), dimensions, "A" if strided else "C")
-    fields = get_type_hints(kind, include_extras=True)
-    return types.NamedTuple([_kind_of(each) for each in fields.values()], kind)
+    return _Fields(kind)
 
 
-def _emit_unpack(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    """Write the instructions of ``unpack``: they read one word of the packed array after the other."""
-    words = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-    numbers = count()
-
-    def word() -> Any:
-        return builder.load(builder.gep(words, [context.get_constant(types.intp, next(numbers))]))
-
-    def build(kind: Any) -> Any:
-        if isinstance(kind, types.BaseTuple):
-            return context.make_tuple(builder, kind, [build(each) for each in kind])
-        if not isinstance(kind, types.Array):
-            return word()
-        array = context.make_array(kind)(context, builder)
-        data = builder.inttoptr(word(), array.data.type)
-        shape = [word() for _ in range(kind.ndim)]
-        strides = [word() for _ in range(kind.ndim)]
-        size = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(kind.dtype)))
-        populate_array(array, data=data, shape=shape, strides=strides, itemsize=size, meminfo=None)
-        return array._getvalue()
-
-    return build(signature.return_type)
+def _size_of(kind: Any) -> int:
+    """The number of words of a value."""
+    if isinstance(kind, _Fields):
+        return kind.size
+    if isinstance(kind, types.BaseTuple):
+        return sum(map(_size_of, kind))
+    return 1 + 2 * kind.ndim if isinstance(kind, types.Array) else 1
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
