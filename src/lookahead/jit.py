@@ -75,11 +75,27 @@ PATIENCE = 1.0
 LONGEST = 120.0
 
 
-class _Part(JITCodeLibrary):  # type: ignore[misc]
+class _Whole(JITCodeLibrary):  # type: ignore[misc]  # numba has no types
+    """The code of a function that Python calls, and of all functions that it calls, optimized once and together."""
+
     def _optimize_functions(self, module: Any) -> None:
         module.data_layout = self._codegen._data_layout
 
-    def finalize(self) -> None:
+    def _optimize_final_module(self) -> None:
+        passes, builder = self._codegen._module_pass_manager()
+        passes.run(self._final_module, builder)
+
+
+class _Part(_Whole):
+    """The code of a function that only compiled functions call: it becomes part of theirs, so it needs no machine code.
+
+    numba would optimize it here and again in each caller, and keep machine code of it that nothing calls.
+    """
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
         self._finalized = True
 
     def get_pointer_to_function(self, name: str) -> int:
@@ -89,29 +105,14 @@ class _Part(JITCodeLibrary):  # type: ignore[misc]
     def codegen(self) -> Any:
         return self
 
-    def set_env(self, name: str, env: Any) -> None:
-        pass
+    def set_env(self, name: str, environment: Any) -> None:
+        """Nothing: there is no machine code that could refer to the environment."""
 
 
-class _Whole(JITCodeLibrary):  # type: ignore[misc]
-    def _optimize_functions(self, module: Any) -> None:
-        module.data_layout = self._codegen._data_layout
-
-    def add_linking_library(self, library: Any) -> None:
-        super().add_linking_library(library)
-        for each in library._linking_libraries:
-            if each not in self._linking_libraries:
-                self.add_linking_library(each)
-
-    def _optimize_final_module(self) -> None:
-        passes, builder = self._codegen._module_pass_manager()
-        passes.run(self._final_module, builder)
-
-
-class _PartCompiler(CompilerBase):
+class _PartCompiler(CompilerBase):  # type: ignore[misc]
     library = _Part
 
-    def define_pipelines(self):
+    def define_pipelines(self) -> Any:
         state = self.state
         state.library = self.library(state.targetctx.codegen(), state.func_id.func_qualname)
         state.library.enable_object_caching()
