@@ -16,6 +16,7 @@ the newest version of the range in pyproject.toml:
   say that other files belong to the key
 - the class ``CFunc``, because ``numba.cfunc`` compiles at once, without that cache
 - the option ``_nrt``
+- ``JITCodeLibrary``, the code of one function: numba optimizes a function alone and again in each caller, here once
 
 Numba's own cache on disk takes code as new if the file of the function has not changed. These functions call others,
 in other files and by closures. So here the key of a function's code has a digest of all files of its part of the
@@ -75,22 +76,15 @@ PATIENCE = 1.0
 LONGEST = 120.0
 
 
-class _Whole(JITCodeLibrary):  # type: ignore[misc]  # numba has no types
-    """The code of a function that Python calls, and of all functions that it calls, optimized once and together."""
+class _Part(JITCodeLibrary):  # type: ignore[misc]  # numba has no types
+    """The code of a function that only compiled functions call.
+
+    It becomes a part of theirs and is optimized there. numba would also optimize it here, and make machine code of it
+    that nothing calls: half of all compilation time.
+    """
 
     def _optimize_functions(self, module: Any) -> None:
         module.data_layout = self._codegen._data_layout
-
-    def _optimize_final_module(self) -> None:
-        passes, builder = self._codegen._module_pass_manager()
-        passes.run(self._final_module, builder)
-
-
-class _Part(_Whole):
-    """The code of a function that only compiled functions call: it becomes part of theirs, so it needs no machine code.
-
-    numba would optimize it here and again in each caller, and keep machine code of it that nothing calls.
-    """
 
     def _optimize_final_module(self) -> None:
         pass
@@ -110,17 +104,12 @@ class _Part(_Whole):
 
 
 class _PartCompiler(CompilerBase):  # type: ignore[misc]
-    library = _Part
+    """numba's compiler, with a ``_Part`` for the code."""
 
     def define_pipelines(self) -> Any:
         state = self.state
-        state.library = self.library(state.targetctx.codegen(), state.func_id.func_qualname)
-        state.library.enable_object_caching()
+        state.library = _Part(state.targetctx.codegen(), state.func_id.func_qualname)
         return [DefaultPassBuilder.define_nopython_pipeline(state)]
-
-
-class _WholeCompiler(_PartCompiler):
-    library = _Whole
 
 
 def compiled(
@@ -151,7 +140,7 @@ def entry(function: Function, variant: str = "", *, nogil: bool = False) -> Func
         nogil: whether other threads of Python run during a call.
     """
     function.__qualname__ += variant
-    result = numba.njit(**_OPTIONS, nogil=nogil, pipeline_class=_WholeCompiler)(function)
+    result = numba.njit(**_OPTIONS, nogil=nogil)(function)
     if result is not function:  # if the JIT is off, it is the function
         _keep_on_disk(result, function)
     return cast(Function, result)
@@ -170,8 +159,7 @@ class MachineCode:
     def __init__(self, function: Callable[..., Any], arguments: int, variant: str) -> None:
         function.__qualname__ += variant
         signature = (types.int64,) * arguments, types.void
-        options = {"error_model": "numpy", "_nrt": False}
-        self._code = CFunc(function, signature, {}, options, _WholeCompiler)
+        self._code = CFunc(function, signature, {}, {"error_model": "numpy", "_nrt": False})
         _keep_on_disk(self._code, function)
         self._code.compile()
         address: Any = self._code.address
@@ -212,8 +200,8 @@ def pack(arrays: Any) -> Any:
 def unpack_as(kind: type) -> Any:
     """Make the function of compiled code that turns what ``pack`` returned into the named tuple again.
 
-    The result is an address from which each use of a field reads. A tuple of 50 arrays by value would be 400 arguments
-    for every function that gets it, which takes longer to compile than all else that the functions do.
+    It is passed on as an address, from which each use of a field reads. By value, 50 arrays would be 400 arguments
+    of each function that takes them, and as many instructions.
     """
     if numba.config.DISABLE_JIT:
         return lambda packed: packed
@@ -229,10 +217,11 @@ def unpack_as(kind: type) -> Any:
 
 
 class _Fields(types.Type):  # type: ignore[misc]  # numba has no types
-    """A packed named tuple in compiled code.
+    """A packed named tuple in compiled code: the address of its words.
 
     Attributes:
         fields: field -> (its type, the number of words before it).
+        size: its number of words.
     """
 
     def __init__(self, kind: type) -> None:
@@ -261,7 +250,9 @@ class _FieldsTyping(AttributeTemplate):  # type: ignore[misc]
 @lower_getattr_generic(_Fields)  # type: ignore[untyped-decorator]
 def _emit_field(context: Any, builder: Any, fields: Any, address: Any, name: str) -> Any:
     kind, before = fields.fields[name]
-    return _emit_read(context, builder, kind, builder.gep(address, [context.get_constant(types.intp, before)]))
+    return _emit_read(
+        context, builder, kind, builder.gep(address, [context.get_constant(types.intp, before)])
+    )
 
 
 def _emit_read(context: Any, builder: Any, kind: Any, address: Any) -> Any:
