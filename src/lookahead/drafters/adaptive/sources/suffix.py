@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ....jit import compiled, entry, int64
+from ....jit import compiled, entry, int64, pack, unpack_as
 from ..calibration import MATCH_KINDS, MATCH_ORDERS, SHARES, interval_of
 from ..hashing import find, new_slots, rehash
 from ..memory import CONTEXT, MATCHES, TextEnd, Tree
@@ -35,6 +35,8 @@ from ..memory import CONTEXT, MATCHES, TextEnd, Tree
 SHIFT = 22
 #: Initial capacity in contexts. Unused memory costs nothing, but moving to a larger array does.
 FIRST_CONTEXTS = 1 << 12
+
+unpack = unpack_as(TextEnd)
 
 
 @compiled
@@ -129,9 +131,9 @@ def feed(text: TextEnd, tokens: Any, length: int) -> None:
 
 
 @entry
-def read(text: TextEnd, tokens: Any) -> None:
-    """``feed`` all of ``tokens``, called from Python."""
-    feed(text, tokens, len(tokens))
+def read(packed: Any, tokens: Any) -> None:
+    """``feed`` all of ``tokens`` to a packed text, called from Python."""
+    feed(unpack(packed), tokens, len(tokens))
 
 
 @compiled
@@ -242,7 +244,7 @@ class Reader:
     def feed(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Append tokens to the text."""
         self.reserve(len(tokens))
-        read(self.text, np.asarray(tokens, np.int64))
+        read(pack(self.text), np.asarray(tokens, np.int64))
 
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` more tokens of this text."""
