@@ -199,10 +199,17 @@ SPELLED_OUT = {
 SPELLED_OUT |= {"S_zh": "token", "W_zh": "列|窗口", "N_zh": "n-gram", "G_zh": "候选|最多保留 G", "Q_zh": "行"}
 
 
-def test_letters_are_spelled_out_at_their_first_use(tmp_path):
-    site, out = module("site"), tmp_path / "docs"
-    site.gather(out)
-    pages = [path for folder in (out, tmp_path / "docs-zh") for path in folder.rglob("*.md")]
+@pytest.fixture(scope="module")
+def gathered(tmp_path_factory):
+    """(docs/site.py, the folder of the pages that it gathers for both sites)."""
+    site, folder = module("site"), tmp_path_factory.mktemp("site")
+    site.gather(folder / "docs")
+    return site, folder
+
+
+def test_letters_are_spelled_out_at_their_first_use(gathered):
+    site, folder = gathered
+    pages = [path for name in ("docs", "docs-zh") for path in (folder / name).rglob("*.md")]
     others = {"files", "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md", "glossary.md"}
     own = [p for p in pages if not others & set(p.parts)]
     assert len(own) > 70
@@ -213,14 +220,14 @@ def test_letters_are_spelled_out_at_their_first_use(tmp_path):
             first = re.search(rf"(?<![\w.'/-]){letter}(?![\w'.-]|/s)", prose)
             if first is not None and "cli.md" not in path.name:
                 near = prose[max(0, first.start() - 70) : first.end() + 70]
-                where = f"{path.relative_to(tmp_path)}: {letter}: {near}"
+                where = f"{path.relative_to(folder)}: {letter}: {near}"
                 assert re.search(SPELLED_OUT[letter + language], near), where
 
 
-def test_the_site_has_every_page(tmp_path):
+def test_the_site_has_every_page(gathered):
     """What ``make docs`` builds: each page has its place, and links into the repository become links on the site."""
-    site, out = module("site"), tmp_path / "docs"
-    site.gather(out)
+    _, root = gathered
+    out = root / "docs"
 
     def pages(entries):
         for entry in entries:
@@ -230,7 +237,7 @@ def test_the_site_has_every_page(tmp_path):
                 (below,) = entry.values()
                 yield from [below] if isinstance(below, str) else pages(below)
 
-    for folder, settings in ((out, "mkdocs.yml"), (tmp_path / "docs-zh", "mkdocs.zh.yml")):
+    for folder, settings in ((out, "mkdocs.yml"), (root / "docs-zh", "mkdocs.zh.yml")):
         listed = list(pages(yaml.safe_load((ROOT / settings).read_text())["nav"]))
         assert len(listed) == len(set(listed))
         made = {path.relative_to(folder).as_posix() for path in folder.rglob("*.md")}
