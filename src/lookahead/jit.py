@@ -17,6 +17,8 @@ the newest version of the range in pyproject.toml:
 - the class ``CFunc``, because ``numba.cfunc`` compiles at once, without that cache
 - the option ``_nrt``
 - ``JITCodeLibrary``, the code of one function: numba optimizes a function alone and again in each caller, here once
+- ``CompilerBase`` and ``DefaultPassBuilder``, to give a function that library; ``AttributeTemplate``, for the type of
+  packed fields
 
 Numba's own cache on disk takes code as new if the file of the function has not changed. These functions call others,
 in other files and by closures. So here the key of a function's code has a digest of all files of its part of the
