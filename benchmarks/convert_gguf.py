@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import ctypes
 import tempfile
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType
 from gguf.quants import dequantize, quantize
@@ -70,6 +72,14 @@ def export(source: Path, out: Path) -> None:
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(out)
 
 
+@cache
+def _silent() -> Any:
+    """A callback that drops llama.cpp's messages; kept, because llama.cpp calls it from now on."""
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda level, text, data: None)
+
+
 def _quantized(source: Path, out: Path, kind: LlamaFileType) -> None:
     """Convert with llama.cpp's quantizer, which chooses the format of each tensor."""
     import llama_cpp
@@ -77,6 +87,7 @@ def _quantized(source: Path, out: Path, kind: LlamaFileType) -> None:
     with tempfile.TemporaryDirectory() as folder:
         wide = Path(folder) / "wide.gguf"
         convert(source, wide, "F16")
+        llama_cpp.llama_log_set(_silent(), ctypes.c_void_p(0))  # otherwise it prints a line for each tensor
         settings = llama_cpp.llama_model_quantize_default_params()
         settings.ftype = int(kind)
         if llama_cpp.llama_model_quantize(str(wide).encode(), str(out).encode(), ctypes.byref(settings)):

@@ -54,7 +54,8 @@ def ours(llm: Any) -> Callable[[Sequence[int]], Numbers]:
         memory = np.zeros(len(ids) * each + 64, np.uint8)
         cache.make_room(0, len(ids))
         compiled.run(ids, range(len(ids)), [Segment(0, 0, len(ids), None)], range(len(ids)), cache, memory)
-        rows = torch.from_numpy(memory[: len(ids) * stride].reshape(len(ids), stride)).view(compiled.dtype)
+        rows = torch.from_numpy(memory[: len(ids) * stride].reshape(len(ids), stride))
+        rows = rows.view(getattr(torch, compiled.dtype))
         return log_probabilities(rows[:, : compiled.vocabulary].float().numpy())
 
     return evaluate

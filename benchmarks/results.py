@@ -234,8 +234,10 @@ def steps(given: Sources) -> list[Step]:
     plan("dynamics", 2 * given.half, "dynamics", *data, "--limit", given.half)
     plan("pass-rate", 5, "pass_rate", *data)
     # Several sequences, and vLLM.
-    beside = model is not None and has_llama_cpp
-    words = [*([model] if model else []), *(["--against", f"llamacpp:{model}"] if beside else [])]
+    beside = model is not None and given.llamacpp_bin is not None
+    words = [*([model] if model else [])]
+    if beside:
+        words += ["--against", f"llamacpp:{model}", "--bin", given.llamacpp_bin]
     plan("serve", 18 if beside else 4, "serve", *words, "--out", "docs/results")
     plan("batch-size", max(3, 2 * limit), "batch_size", *data, "--limit", limit)
     if model is None or not (ROOT / VLLM).is_file():

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serve [MODEL] --clients 1,4,16,64        starts a server for MODEL
     python -m benchmarks.serve --url http://127.0.0.1:8000        measures a running server
-    python -m benchmarks.serve --against llamacpp:FILE            alongside llama.cpp's server on a GGUF file
+    python -m benchmarks.serve --against llamacpp:FILE --bin DIR  alongside llama.cpp's own server on a GGUF file
 
 Methods alternate round by round. Decoding is greedy, and every completion of ours is compared with plain decoding's.
 """
@@ -20,7 +20,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
@@ -41,6 +40,8 @@ from .datasets import load_workload
 
 #: A server that is not ours.
 OTHER = "other"
+#: Tokens of a slot of llama.cpp's server: the prompts have at most some hundred tokens.
+CONTEXT = 1024
 #: Minimum requests of a round, so that a round of one client lasts some seconds.
 FEWEST = 12
 
@@ -204,18 +205,21 @@ def started(load: Mapping[str, Any]) -> Iterator[str]:
     """Start a server in a separate process on a free port, and yield its address. It ends with the block."""
     words = [str(load["path_or_id"])] if "path_or_id" in load else []
     words += [f"--{name}={value}" for name, value in load.items() if name != "path_or_id"]
-    with _process(["lookahead", "serve", *words], "/health") as address:
+    with _process([sys.executable, "-m", "lookahead", "serve", *words], "/health") as address:
         yield address
 
 
 @contextmanager
-def started_llamacpp(file: str, threads: int) -> Iterator[str]:
-    """Start llama.cpp's server on a GGUF file: llama-cpp-python's, which takes one request at a time."""
-    if find_spec("llama_cpp") is None:
-        raise SettingsError("--against llamacpp:FILE needs llama-cpp-python; install it, or give another URL")
-    words = ["llama_cpp.server", f"--model={file}", "--n_ctx=4096", f"--n_threads={threads}"]
-    words += [f"--n_threads_batch={threads}", "--interrupt_requests=false", "--verbose=false"]
-    with _process(words, "/v1/models") as address:
+def started_llamacpp(file: str, threads: int, programs: Path | None, clients: int) -> Iterator[str]:
+    """Start llama.cpp's own server on a GGUF file, with a slot for each client."""
+    program = (programs or Path()) / "llama-server"
+    if programs is None or not program.is_file():
+        raise SettingsError(
+            f"--against llamacpp:FILE needs llama-server in the folder that --bin names, got --bin {programs}"
+        )
+    words = [str(program), f"--model={file}", f"--threads={threads}", f"--threads-batch={threads}"]
+    words += [f"--parallel={clients}", f"--ctx-size={CONTEXT * clients}", "--no-webui"]
+    with _process(words, "/health") as address:
         yield address
 
 
@@ -225,7 +229,7 @@ def _process(words: list[str], path: str) -> Iterator[str]:
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
     with TemporaryFile("w+") as log:
-        command = [sys.executable, "-m", *words, f"--port={port}"]
+        command = [*words, f"--port={port}"]
         process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
         try:
             while process.poll() is None:
@@ -305,6 +309,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("model", nargs="?", help="as for lookahead.load (default: the library's default model)")
     add("--url", help="a running server (default: start one for MODEL)")
+    add("--bin", type=Path, help="folder of llama.cpp's programs, for --against llamacpp:FILE")
     add(
         "--against", metavar="URL|llamacpp:FILE", help="another OpenAI-compatible server to measure alongside"
     )
@@ -353,8 +358,9 @@ def _measure(given: argparse.Namespace) -> tuple[list[Round], str | None, int]:
         other = given.against
         against = given.against
         if kind == "llamacpp":
-            other = servers.enter_context(started_llamacpp(file, threads))
-            against = f"llama.cpp's server (llama-cpp-python) on {Path(file).name}"
+            slots = max(numbers(given.clients, "--clients"))
+            other = servers.enter_context(started_llamacpp(file, threads, given.bin, slots))
+            against = f"llama.cpp's own server on {Path(file).name}, with {slots} slots"
         rounds = measure(
             {name: address for name in methods} | ({OTHER: other} if other else {}),
             prompts,

@@ -6,7 +6,6 @@ import signal
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 
 import pytest
 
@@ -81,21 +80,25 @@ def test_texts_that_differ_are_no_result(served, accept_a_wrong_node):
         load_test.measure(methods, ["def add(a, b):\n    return a + b\ndef add(a"], [1], 60, 1, 1)
 
 
-def test_llama_cpp_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(load_test, "find_spec", lambda name: None)
+@pytest.mark.parametrize("folder", [None, "empty"])
+def test_llama_cpp_that_is_not_there(tmp_path, folder):
+    programs = tmp_path if folder else None
     with (
-        pytest.raises(lookahead.SettingsError, match="llama-cpp-python"),
-        load_test.started_llamacpp("x.gguf", 1),
+        pytest.raises(
+            lookahead.SettingsError, match="needs llama-server in the folder that --bin names, got --bin"
+        ),
+        load_test.started_llamacpp("x.gguf", 1, programs, 4),
     ):
         pass
 
 
-def test_a_server_that_cannot_start_says_why():
-    if find_spec("llama_cpp") is None:
-        pytest.skip("llama-cpp-python is not installed")
+def test_a_server_that_cannot_start_says_why(tmp_path):
+    program = tmp_path / "llama-server"
+    program.write_text('#!/bin/sh\necho "$1 is no file"\nexit 1\n')
+    program.chmod(0o755)
     with (
-        pytest.raises(lookahead.SettingsError, match="did not start"),
-        load_test.started_llamacpp("/nowhere.gguf", 1),
+        pytest.raises(lookahead.SettingsError, match="did not start: --model=.* is no file"),
+        load_test.started_llamacpp("/nowhere.gguf", 1, tmp_path, 4),
     ):
         pass
 
