@@ -217,8 +217,9 @@ def started_llamacpp(file: str, threads: int, programs: Path | None, clients: in
         raise SettingsError(
             f"--against llamacpp:FILE needs llama-server in the folder that --bin names, got --bin {programs}"
         )
-    words = [str(program), f"--model={file}", f"--threads={threads}", f"--threads-batch={threads}"]
-    words += [f"--parallel={clients}", f"--ctx-size={CONTEXT * clients}", "--no-webui"]
+    size = CONTEXT * clients
+    words = [str(program), "--model", file, "--threads", str(threads), "--threads-batch", str(threads)]
+    words += ["--parallel", str(clients), "--ctx-size", str(size), "--no-webui"]
     with _process(words, "/health") as address:
         yield address
 
@@ -229,7 +230,7 @@ def _process(words: list[str], path: str) -> Iterator[str]:
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
     with TemporaryFile("w+") as log:
-        command = [*words, f"--port={port}"]
+        command = [*words, "--port", str(port)]
         process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
         try:
             while process.poll() is None:

@@ -94,10 +94,10 @@ def test_llama_cpp_that_is_not_there(tmp_path, folder):
 
 def test_a_server_that_cannot_start_says_why(tmp_path):
     program = tmp_path / "llama-server"
-    program.write_text('#!/bin/sh\necho "$1 is no file"\nexit 1\n')
+    program.write_text('#!/bin/sh\necho "$2 is no file"\nexit 1\n')
     program.chmod(0o755)
     with (
-        pytest.raises(lookahead.SettingsError, match=r"did not start: --model=.* is no file"),
+        pytest.raises(lookahead.SettingsError, match=r"did not start: .*nowhere.gguf is no file"),
         load_test.started_llamacpp("/nowhere.gguf", 1, tmp_path, 4),
     ):
         pass
