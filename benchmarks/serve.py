@@ -146,7 +146,8 @@ def _count(texts: list[str], url: str, headers: dict[str, str]) -> int:
 async def _round(
     measured: Round, url: str, headers: dict[str, str], prompts: Sequence[str], max_tokens: int, requests: int
 ) -> None:
-    limits = httpx.Limits(max_connections=measured.clients)
+    # A connection for each request: llama.cpp's server closes connections after some requests.
+    limits = httpx.Limits(max_connections=measured.clients, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as http:
         waiting = islice(cycle(prompts), requests)
 
