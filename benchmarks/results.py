@@ -301,11 +301,9 @@ def _packed(given: Sources) -> list[Step]:
     # transformers evaluates the same weights in bf16.
     words = ["-m", "benchmarks.side_by_side", "--dtype", "bfloat16"]
     words += [part for workload in FEW for part in ("--workload", workload)]
-    words += ["--data", str(given.data), "--limit", str(max(1, given.limit // 5)), "--repeats", str(REPEATS)]
+    words += ["--data", str(given.data), "--limit", str(given.half), "--repeats", str(REPEATS)]
     words += ["--no-warm", "--method", "prompt-lookup adaptive hf-greedy hf-prompt-lookup"]
-    planned.append(
-        Step("bench-bf16", (*words, "--out", "build/results/bench-bf16"), 5 * max(1, given.limit // 5))
-    )
+    planned.append(Step("bench-bf16", (*words, "--out", "build/results/bench-bf16"), 2 * given.half))
     return planned
 
 
