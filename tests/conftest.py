@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from fnmatch import fnmatch
+from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -109,12 +110,20 @@ def pytest_xdist_setupnodes(config, specs):
             process.wait()  # what fails here fails in the tests, which say more
 
 
+#: Whether the reference of the tests on Gemma 2 is wrong.
+IGNORES_SOFT_CAPS = tuple(map(int, version("transformers").split(".")[:2])) < (5, 21)
+
+
 def pytest_collection_modifyitems(items):
     # The longest single tests first, so that no process ends with them alone.
     items.sort(key=lambda item: item.path.stem not in ("test_soak", "test_server_stress"))
     for item in items:
         if any(fnmatch(f"{item.path.stem}::{item.name}", pattern) for pattern in SLOW):
             item.add_marker(pytest.mark.slow)
+        if IGNORES_SOFT_CAPS and item.path.stem == "test_cpu_target" and "[gemma2" in item.name:
+            item.add_marker(
+                pytest.mark.skip(reason="transformers before 5.21 ignores Gemma 2's soft caps with sdpa")
+            )
 
 
 def pytest_collection_finish():

