@@ -1,9 +1,8 @@
 """Exact mode on the transformers path: how many drafted completions differ from plain ones, and the cost of
 exactness.
 
-    python -m benchmarks.exact_text                          100 completions of 256 tokens, greedy and sampled; hours
-    python -m benchmarks.exact_text --cost                   tokens per second with and without it; quiet machine
-    python -m benchmarks.exact_text --page                   rewrite the page from the records
+    python -m benchmarks.exact_text                  10 completions of 128 tokens, greedy and sampled; 15 minutes
+    python -m benchmarks.exact_text --texts 100      more of them
 
 Completions: functions of Python's standard library without their bodies are decoded ``--batch`` at a time, with plain
 decoding and with ``--method``, both with ``exact=True``. The first ``--controls`` prompts are decoded again without
@@ -11,15 +10,13 @@ it: some of them must differ, or the test has no power. Their seconds are CPU ti
 affects. Cost: one prompt at a time in wall-clock time, alternating all variants of a model, the best of ``--rounds``;
 the model of the 0.5B shape has random weights, whose sampled output cannot be predicted.
 
-One JSON line for each group or cost is written to ``--out``, and the page after every line. Groups in the file are
-not measured again, so the same command continues after an interrupt.
+Groups in ``--records`` at this commit are not measured again, so the same command continues after an interrupt.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -32,7 +29,7 @@ import torch
 import lookahead
 from benchmarks.step import build
 from lookahead import LLM
-from lookahead.bench.record import describe, environment, key_of
+from lookahead.bench.record import commit, environment, key_of, require_one_origin
 from lookahead.bench.report import markdown_table
 from lookahead.bench.workloads import stdlib_prompts
 from lookahead.core import first_divergence
@@ -40,7 +37,8 @@ from lookahead.drafters import Adaptive, as_drafter
 from lookahead.records import RecordWriter, read_records
 from lookahead.targets.paths import make_target
 
-OUT = Path(__file__).parent.parent / "docs" / "results" / "exact.jsonl"
+from .page import write_page
+
 #: Greedy, and sampled with a seed.
 TEMPERATURES = (0.0, 0.8)
 #: Methods measured for cost.
@@ -70,7 +68,11 @@ def text_jobs(given: argparse.Namespace) -> Iterator[Job]:
                     "method": given.method,
                     "max_rows": given.max_rows,
                 }
-                yield key_of("texts", settings), count * (1.0 if exact else 0.3), settings
+                yield (
+                    key_of("texts", settings | {"commit": commit()}),
+                    count * (1.0 if exact else 0.3),
+                    settings,
+                )
 
 
 def measure_texts(llm: LLM, settings: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +114,11 @@ def cost_jobs(given: argparse.Namespace) -> Iterator[Job]:
                 "new_tokens": given.cost_tokens,
                 "rounds": given.rounds,
             }
-            yield key_of("cost", settings, given.threads), 1.0 if model == "SmolLM2" else 4.0, settings
+            yield (
+                key_of("cost", settings | {"commit": commit()}, given.threads),
+                1.0 if model == "SmolLM2" else 4.0,
+                settings,
+            )
 
 
 def measure_cost(llm: LLM, settings: dict[str, Any]) -> dict[str, Any]:
@@ -150,59 +156,40 @@ def measure_cost(llm: LLM, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def page(lines: list[dict[str, Any]], command: str) -> str:
-    """The page, by machine: completions that differ, then the costs."""
-    # A section for each machine.
-    text = ["# Exact mode: texts that differ, and what it costs", "", f"`{command}`", ""]
-    for where in dict.fromkeys(line["where"] for line in lines):
-        here = [line for line in lines if line["where"] == where]
-        text += [f"## {where}", ""]
+def body(lines: list[dict[str, Any]]) -> list[str]:
+    """The page's tables: completions that differ, by mode and temperature, then the costs by model and method."""
+    rows = []
+    groups = [line for line in lines if "cost" not in line]
+    for temperature, ordinary in sorted({(line["temperature"], not line["exact"]) for line in groups}):
+        some = [x for x in groups if (x["temperature"], not x["exact"]) == (temperature, ordinary)]
+        count = sum(len(line["first_differences"]) for line in some)
+        tokens = sum(line["tokens"] for line in some)
+        rows.append(
+            [
+                "ordinary (the control)" if ordinary else "`exact=True`",
+                f"{temperature:g}",
+                f"{sum(line['differ'] for line in some)} of {count}",
+                str(tokens),
+                f"{sum(line['compression'] * line['tokens'] for line in some) / tokens:.2f}",
+                *(
+                    f"{1000 * sum(line[name] for line in some) / tokens:.1f}"
+                    for name in ("plain_s", "drafted_s")
+                ),
+            ]
+        )
+    heads = ["mode", "temperature", "texts that differ", "tokens", "tokens per step"]
+    heads += ["processor ms per token, plain", "drafted"]
+    text = ["bfloat16, several texts at a time:", "", markdown_table(heads, rows), ""]
 
-        # Completions that differ, by mode and temperature.
-        rows = []
-        groups = [line for line in here if "cost" not in line]
-        for kind in sorted({(line["temperature"], not line["exact"]) for line in groups}):
-            some = [line for line in groups if (line["temperature"], not line["exact"]) == kind]
-            count = sum(len(line["first_differences"]) for line in some)
-            tokens = sum(line["tokens"] for line in some)
-            rows.append(
-                [
-                    "ordinary (the control)" if kind[1] else "`exact=True`",
-                    f"{kind[0]:g}",
-                    f"{sum(line['differ'] for line in some)} of {count}",
-                    str(tokens),
-                    f"{sum(line['compression'] * line['tokens'] for line in some) / tokens:.2f}",
-                    *(
-                        f"{1000 * sum(line[name] for line in some) / tokens:.1f}"
-                        for name in ("plain_s", "drafted_s")
-                    ),
-                ]
-            )
-        if rows:
-            heads = ["mode", "temperature", "texts that differ", "tokens", "tokens a step"]
-            heads += ["processor ms a token, plain", "drafted"]
-            text += [markdown_table(heads, rows), ""]
-
-        # Tokens per second, by model, dtype and method.
-        costs = []
-        for line in here:
-            for method in METHODS if "cost" in line else ():
-                exact, other = (line["rates"][f"{mode} {method}"] for mode in ("exact", "ordinary"))
-                costs.append(
-                    [
-                        line["cost"],
-                        line["dtype"],
-                        method,
-                        f"{other:.1f}",
-                        f"{exact:.1f}",
-                        f"{exact / other:.2f}",
-                        f"{line['differ']} of {line['texts']}",
-                    ]
-                )
-        if costs:
-            heads = ["model", "dtype", "method", "tokens/s", "exact", "ratio", "exact texts that differ"]
-            text += [markdown_table(heads, costs, texts=3), ""]
-    return "\n".join(text)
+    costs = []
+    for line in lines:
+        for method in METHODS if "cost" in line else ():
+            exact, other = (line["rates"][f"{mode} {method}"] for mode in ("exact", "ordinary"))
+            differ = f"{line['differ']} of {line['texts']}"
+            rates = [f"{other:.1f}", f"{exact:.1f}", f"{exact / other:.2f}"]
+            costs.append([line["cost"], line["dtype"], method, *rates, differ])
+    heads = ["model", "dtype", "method", "tokens/s", "exact", "ratio", "exact texts that differ"]
+    return [*text, "One text at a time:", "", markdown_table(heads, costs, texts=3)]
 
 
 def load(given: argparse.Namespace, settings: dict[str, Any]) -> LLM:
@@ -217,42 +204,35 @@ def main() -> None:
     )
     parser.add_argument("model", nargs="?", help="default: SmolLM2")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--texts", type=int, default=100)
+    parser.add_argument("--texts", type=int, default=10)
     parser.add_argument(
-        "--controls", type=int, default=20, help="prompts that are also decoded without exact"
+        "--controls", type=int, default=10, help="prompts that are also decoded without exact"
     )
     parser.add_argument("--batch", type=int, default=10)
-    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--method", default="adaptive")
     parser.add_argument("--max-rows", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--cost", action="store_true", help="measure the cost instead")
-    parser.add_argument("--cost-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--page", action="store_true", help="write the page from the records; measure nothing"
-    )
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cost-tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--records", type=Path, default=Path("build/results/exact.jsonl"))
+    parser.add_argument("--out", type=Path, default=Path("docs/results/exact"))
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
 
-    # Find the groups that the file does not have yet.
-    command = "python -m benchmarks.exact_text " + " ".join(word for word in sys.argv[1:] if word != "--page")
-    lines = read_records(given.out, "key", "this command")
-    if given.page:
-        given.out.with_suffix(".md").write_text(page(lines, command.strip()))
-        return
-    jobs = list((cost_jobs if given.cost else text_jobs)(given))
-    done = {line["key"] for line in lines}
-    todo = [job for job in jobs if job[0] not in done]
+    # Find the groups of this commit that the records do not have yet.
+    given.records.parent.mkdir(parents=True, exist_ok=True)
+    saved = {line["key"]: line for line in read_records(given.records, "key", "this command")}
+    jobs = [*text_jobs(given), *cost_jobs(given)]
+    todo = [job for job in jobs if job[0] not in saved]
     print(f"{len(todo)} of {len(jobs)} groups to do", flush=True)
 
-    # Measure them, and write the page after each one.
+    # Measure them.
     spent = 0.0
     size = 0.0
     llm = None
     about: dict[str, Any] = {}
-    with RecordWriter(given.out, append=True) as out:
+    with RecordWriter(given.records, append=True) as out:
         for number, (key, part, settings) in enumerate(todo):
             model = {name: settings.get(name) for name in ("cost", "dtype")}
             if model != about:
@@ -260,21 +240,24 @@ def main() -> None:
                 about = model
             assert llm is not None
             begin = perf_counter()
-            measured = measure_cost(llm, settings) if given.cost else measure_texts(llm, settings)
+            measured = measure_cost(llm, settings) if "cost" in settings else measure_texts(llm, settings)
             spent += perf_counter() - begin
             size += part
-            names = {"model": settings.get("cost") or llm.name.rpartition("/")[2], "dtype": settings["dtype"]}
-            where = describe(environment() | names | {"path": "transformers"})
-            line = {"key": key, "where": where} | settings | measured
-            out.write(line)
-            lines.append(line)
-            given.out.with_suffix(".md").write_text(page(lines, command.strip()))
+            saved[key] = {"key": key} | environment() | settings | measured
+            out.write(saved[key])
             left = sum(job[1] for job in todo[number + 1 :]) * spent / size
             print(
                 f"{number + 1}/{len(todo)} {json.dumps(settings)}: {measured['differ']} differ; "
                 f"about {left / 60:.0f} minutes left",
                 flush=True,
             )
+
+    # Write the page.
+    lines = [saved[key] for key, _, _ in jobs]
+    both = {"model": "SmolLM2-135M-Instruct and a 0.5B shape", "dtype": "bfloat16 and float32"}
+    require_one_origin(line | both for line in lines)
+    title = "Exact mode: texts that differ, and what it costs"
+    write_page(given.out, title, lines[0] | both | {"path": "transformers"}, lines, body(lines))
 
 
 if __name__ == "__main__":

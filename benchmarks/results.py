@@ -4,7 +4,7 @@
     python -m benchmarks.results --data DIR --only bench-packed    only pages with this prefix
     python -m benchmarks.results --readme        the README's figures from the committed pages alone
 
-A page made by the same command from the same code (the tree of src) is not made again, and records survive an
+A page made by the same command from the same code (src, without ``UNUSED``) is not made again, and records survive an
 interrupt, so the same command continues, also after pages have been committed. Peers are llama-cpp-python and
 openvino-genai, on conversions of the model's file by convert_gguf.py, llama.cpp's own programs, if --llamacpp-bin
 names their folder, and vLLM, if `make vllm` has installed it.
@@ -40,14 +40,14 @@ ROOT = Path(__file__).parent.parent
 RESULTS, RECORDS = ROOT / "docs" / "results", ROOT / "build" / "results"
 README, README_ZH = ROOT / "README.md", ROOT / "README.zh.md"
 METHODS = ("prompt-lookup", "lookahead:15,5,15", "adaptive")
-#: study -> (prompts for each prompt of the limit, minutes with a limit of ten), on weights as the file packs them
+#: study -> (prompts for each prompt of the limit, minutes for one of them), on weights as the file packs them
 STUDY = {
-    "ablation": (2, 15),
-    "scaling-law": (2, 50),
-    "sampling-quality": (5, 40),
-    "end-to-end": (1, 40),
-    "parallel": (1, 60),
-    "attention": (1, 15),
+    "ablation": (1.0, 0.8),
+    "scaling-law": (0.7, 2.5),
+    "sampling-quality": (2.5, 0.8),
+    "end-to-end": (0.4, 4.0),
+    "parallel": (0.4, 6.0),
+    "attention": (0.5, 1.5),
 }
 #: Data sets of the page of transformers, which is slow.
 FEW = ("humaneval", "gsm8k", "mt-bench")
@@ -57,6 +57,8 @@ REPEATS = 3
 EXAMPLES = ("stdlib", "humaneval", "mt-bench")
 #: Weights of the trained drafters.
 TRAINED = ("build/medusa.safetensors", "build/eagle.safetensors")
+#: Library code that no page but vLLM's depends on: the integration, and the report, which is made again from records.
+UNUSED = ("src/lookahead/integrations/vllm*", "src/lookahead/bench/report.py")
 #: A Python with vLLM and this package.
 VLLM = "build/vllm-0.32.0/bin/python"
 #: The page whose table is in the README.
@@ -132,7 +134,8 @@ class Step:
         facts = json.loads(self.page.read_text())
         command = command_line(list(self.words[2:]), f"python -m {self.words[1]}")
         made = re.search(r"commit ([^,]+),", facts["where"])
-        return facts["command"] == command and made is not None and same_code(made[1], commit())
+        unused = () if self.name == "vllm" else UNUSED
+        return facts["command"] == command and made is not None and same_code(made[1], commit(), unused)
 
     def run(self) -> None:
         """Make the page."""
@@ -151,13 +154,16 @@ class Step:
         shutil.copy(folder / "tokens-per-second.svg", RESULTS / f"{self.name}.svg")
 
 
-def same_code(one: str, other: str) -> bool:
-    """Whether two commits have the same library code. A plus sign stands for changes that are not committed."""
+def same_code(one: str, other: str, unused: Sequence[str] = ()) -> bool:
+    """Whether two commits have the same library code, but for the ``unused`` files.
+
+    A plus sign stands for changes that are not committed.
+    """
     if one == other:
         return True
     if "+" in one + other:
         return False
-    command = ["git", "diff", "--quiet", one, other, "--", "src"]
+    command = ["git", "diff", "--quiet", one, other, "--", "src", *(f":!{path}" for path in unused)]
     return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
 
 
@@ -247,9 +253,11 @@ def steps(given: Sources) -> list[Step]:
         words = ["-m", "benchmarks.vllm", *map(str, words), "--out", "docs/results/vllm"]
         planned.append(Step("vllm", tuple(words), 10 + 10 * max(1, limit // 4), python=str(ROOT / VLLM)))
     # The paper's results, and trained drafters.
-    for name, (prompts, minutes) in STUDY.items():
-        words = [name, *data, "--limit", prompts * limit, "--records", f"build/results/{name}"]
-        plan(name, minutes * limit / 10, "paper", *words)
+    for name, (share, minutes) in STUDY.items():
+        prompts = max(1, int(share * limit))
+        words = [name, *data, "--limit", prompts, "--records", f"build/results/{name}"]
+        plan(name, minutes * prompts, "paper", *words)
+    plan("exact", 15, "exact_text")
     missing = [str(path) for path in (*TRAINED, given.text) if not (ROOT / path).exists()]
     if missing:
         _left_out("trained", why=f"{' and '.join(missing)} must exist; benchmarks/drafters trains them")

@@ -345,7 +345,7 @@ def test_a_peer_that_cannot_start_has_a_line_without_figures(tmp_path):
     records = run([peer], PROMPTS, cycling(), RunOptions(max_new_tokens=34))
     assert peer.calls == 1
     page, facts = page_of(records, "a command")
-    assert f"| tokens | `{peer.label}` | ImportError: libllama.so: another version | – | ––– | – |" in page
+    assert f"| tokens | `{peer.label}` | ImportError: libllama.so: another version | – | – | – |" in page
     assert facts["overall"][peer.label]["total"] is None
 
 

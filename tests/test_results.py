@@ -125,18 +125,10 @@ def plan(tmp_path, monkeypatch, capsys):
     return planned
 
 
-OTHERS = ["dynamics", "pass-rate", "serve", "batch-size", *results.STUDY]
+OTHERS = ["dynamics", "pass-rate", "serve", "batch-size", *results.STUDY, "exact"]
 EVERY_PAGE = ["bench-packed", "bench-packed-q4_k_m", "bench-packed-sampled", "bench-bf16", "rows"]
-EVERY_PAGE += [
-    "llamacpp-examples",
-    "startup",
-    "packed-accuracy",
-    "packed-step",
-    *OTHERS[:4],
-    "vllm",
-    *OTHERS[4:],
-]
-EVERY_PAGE += ["trained"]
+EVERY_PAGE += ["llamacpp-examples", "startup", "packed-accuracy", "packed-step"]
+EVERY_PAGE += [*OTHERS[:4], "vllm", *OTHERS[4:], "trained"]
 
 
 def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
@@ -199,7 +191,7 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
 def test_a_page_is_made_once_by_a_commit_and_command(plan, tmp_path):
     step = plan()[0]["parallel"]
     assert not step.is_done()
-    command = "python -m benchmarks.paper parallel --data data --limit 10 --records build/results/parallel"
+    command = "python -m benchmarks.paper parallel --data data --limit 4 --records build/results/parallel"
     facts = {"command": command, "where": f"a machine, commit {results.commit()}, a model"}
     step.page.write_text(json.dumps(facts))
     assert step.is_done()
@@ -234,6 +226,8 @@ def test_a_commit_of_pages_alone_needs_no_new_measurement(tmp_path, monkeypatch)
     assert not results.same_code(code, f"{page}+"), "changes that are not committed"
     assert results.same_code(f"{page}+", f"{page}+")
     assert not results.same_code("version 0.1.0", page)
+    assert results.same_code(page, changed, unused=["src/co*"])
+    assert not results.same_code(page, changed, unused=["src/other.py"])
 
 
 def test_a_failed_peer_says_why_in_the_readme(tmp_path, monkeypatch):

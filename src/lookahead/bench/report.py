@@ -225,14 +225,19 @@ def number(value: float, digits: int = 2) -> str:
     return "–" if math.isnan(value) else f"{value:.{digits}f}"
 
 
+def between(low: float, high: float, digits: int = 2) -> str:
+    """An interval for display; one dash if it is unknown, as that over a single prompt."""
+    return "–" if math.isnan(low) or math.isnan(high) else f"{low:.{digits}f}–{high:.{digits}f}"
+
+
 OVER_HF = "vs hf-greedy"
 #: heading -> text of a line
 COLUMNS: dict[str, Callable[[Line], str]] = {
     "equal": lambda x: x.failed or (f"{x.all.equal}/{x.all.compared}" if x.all.compared else "n/a"),
     "tokens/s": lambda x: number(x.all.rate, 1),
-    "min–max": lambda x: f"{number(x.all.rate_low, 0)}–{number(x.all.rate_high, 0)}",
+    "min–max": lambda x: between(x.all.rate_low, x.all.rate_high, 0),
     "speed-up": lambda x: number(x.all.total),
-    "95 %": lambda x: "–" if x.method == PLAIN else f"{number(x.all.low)}–{number(x.all.high)}",
+    "95 %": lambda x: "–" if x.method == PLAIN else between(x.all.low, x.all.high),
     OVER_HF: lambda x: number(x.over_hf),
     "S": lambda x: number(x.all.s_steps),
     "rows/step": lambda x: number(x.all.rows, 1),

@@ -100,7 +100,7 @@ class Proposer:
     def __init__(self, vllm_config: Any) -> None:
         check(vllm_config)
         from ..drafters.adaptive.base_files import base_table_of
-        from ..drafters.adaptive.measure import config_key
+        from ..drafters.adaptive.measure import SUSTAINED, config_key
         from ..drafters.adaptive.state import AdaptiveState
         from .vllm_costs import StepCosts
 
@@ -118,7 +118,8 @@ class Proposer:
         if drafter.rows is None:
             dtype = getattr(vllm_config.model_config, "dtype", "")
             name = f"vllm {vllm_version()}|{config_key(config)}|{dtype}|{device}|{self._most} drafted"
-            self._costs = StepCosts(name, self._most + 1, partial(warnings.warn, stacklevel=2))
+            sustained = SUSTAINED if device == "cpu" else 1.0
+            self._costs = StepCosts(name, self._most + 1, sustained, partial(warnings.warn, stacklevel=2))
         #: The rows for each request of the step being measured; None if it is not measured, or not as planned.
         self._measured: int | None = None
         self._begin = 0.0

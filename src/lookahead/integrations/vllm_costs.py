@@ -27,11 +27,13 @@ class StepCosts:
     Args:
         name: what the curves depend on: model, device, number of drafted tokens and version of vLLM.
         most: the largest number of rows for a request.
+        sustained: the cost of a row in long runs, relative to the measurement.
         notice: called with a line of text if a saved curve is damaged.
     """
 
-    def __init__(self, name: str, most: int, notice: Callable[[str], None]) -> None:
+    def __init__(self, name: str, most: int, sustained: float, notice: Callable[[str], None]) -> None:
         self._name = name
+        self._sustained = sustained
         #: k of each step to measure, in order; 1 stands for a step without drafts.
         sizes = sorted({most, (most + 1) // 2, 2} - {1}, reverse=True)
         self._plan = [rows for size in sizes for _ in range(DISCARDED + ROUNDS) for rows in (1, size)]
@@ -68,13 +70,17 @@ class StepCosts:
         if len(spent) < len(self._plan):
             return
         measured = Measurement()
+        measured.sustained = self._sustained
         counted = 2 * ROUNDS
         whole = counted + 2 * DISCARDED
         for start in range(2 * DISCARDED, len(spent), whole):
             plain = spent[start : start + counted : 2]
             if not start // whole:
                 measured.add((1, 0, 1), plain)
-            measured.add((1, 0, self._plan[start + 1]), spent[start + 1 : start + counted : 2], plain)
+            point = 1, 0, self._plan[start + 1]
+            measured.add(point, spent[start + 1 : start + counted : 2], plain)
+            # A row that saves time is noise, and a curve of costs below zero is an error.
+            measured.seconds[point] = max(measured.seconds[point], measured.seconds[1, 0, 1])
         self._curves[group] = measured.curve()
         del self._seconds[group]
         if measured.steady:
