@@ -271,7 +271,8 @@ def _left_out(*names: str, why: str) -> None:
 
 
 def _packed(given: Sources) -> list[Step]:
-    """Packed weights, the default: greedy in two formats, and the model's own file sampled; and weights in bf16.
+    """Packed weights, the default: greedy in two formats, and the model's own file sampled and with the light head; and
+    weights in bf16.
 
     Each peer gets its best format of about as many bits: llama.cpp Q4_0 and IQ4_NL, which it repacks while loading,
     and OpenVINO GenAI Q4_0; ours gets the same Q4_0 file. Q4_K_M is the most common file. llama.cpp's own prompt
@@ -285,12 +286,15 @@ def _packed(given: Sources) -> list[Step]:
         ("bench-packed", "Q4_0", 0.0, given.limit, 3.5),
         ("bench-packed-q4_k_m", "Q4_K_M", 0.0, given.half, 2),
         ("bench-packed-sampled", "", 0.7, given.half, 2),
+        ("bench-packed-head", "", 0.0, given.half, 1.5),
     ):
         if kind in BY_LLAMA_CPP and not has_llama_cpp:
             _left_out(name, why=f"llama-cpp-python makes {kind}")
             continue
         file, methods = _converted(model, kind) if kind else model, list(METHODS)
-        if not temperature:
+        if name == "bench-packed-head":
+            methods = ["adaptive", "adaptive:head=auto"]
+        elif not temperature:
             methods += ["llamacpp-greedy"]
             other = [_converted(model, "IQ4_NL")] if kind == "Q4_0" and has_llama_cpp else []
             methods += [f"llamacpp-greedy:{path}" for path in other]

@@ -1,4 +1,4 @@
-"""The README says what the committed records say, and `make results` goes on where it was."""
+"""The README matches the committed records, and `make results` resumes where it stopped."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ def test_every_figure_of_the_readme_is_read_out_of_the_records():
 
 
 def test_the_chinese_block_is_the_english_one_in_other_words():
-    """The same cells in the same order, and no English word but names of software, sets and parts of machines."""
+    """The same numbers in the same order, and no English except names of software, data sets and hardware."""
     english, chinese = (
         re.search(r"<!-- measured: .*?<!-- end -->", text, re.S)[0] for text in (TEXT, CHINESE)
     )
@@ -81,7 +81,7 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("text", [TEXT, CHINESE], ids=["README.md", "README.zh.md"])
 def test_no_measured_number_stands_outside_the_blocks(text):
-    """Speeds, ratios and shares; not numbers in names, versions and links, nor the size of a download."""
+    """Checks speeds, ratios and shares, but not numbers in names, versions, links or download sizes."""
     text = re.sub(r"<!-- measured: .*?<!-- end -->", "", text, flags=re.S)
     text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|Python 3\.\d+|[\d.]+ GB", "", text, flags=re.S)
     assert not re.findall(r"(?<![\w-])\d+\.\d+|\d+ ?%|\d+ (?:times|tokens?|ms|s|倍|毫秒)\b", text)
@@ -92,7 +92,7 @@ def figures_of(page):
 
 
 def quotes():
-    """(page, sentence, as the committed figures give it) of each figure that a page quotes of a measured page."""
+    """Yield (page, sentence from the committed figures) for each figure quoted from a measured page."""
     packed, theirs = (figures_of("packed-accuracy")[name] for name in ("packed (ours)", "llama.cpp"))
     far = f"{packed['kl_mean']:.2e} against {theirs['kl_mean']:.2e}".replace("e-0", "e-")
     yield (
@@ -109,7 +109,7 @@ def test_pages_quote_what_the_committed_figures_say():
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch, capsys):
-    """(pages by name, what is printed) of a plan on a machine with the model and these packages; nothing is made."""
+    """A function that plans for given packages and model: (pages by name, printed output); nothing is run."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(results, "convert", lambda source, out, kind: out.touch())
@@ -126,7 +126,7 @@ def plan(tmp_path, monkeypatch, capsys):
 
 
 OTHERS = ["dynamics", "pass-rate", "serve", "batch-size", *results.STUDY, "exact"]
-EVERY_PAGE = ["bench-packed", "bench-packed-q4_k_m", "bench-packed-sampled", "bench-bf16", "rows"]
+EVERY_PAGE = ["bench-packed", "bench-packed-q4_k_m", "bench-packed-sampled", "bench-packed-head", "bench-bf16", "rows"]
 EVERY_PAGE += ["llamacpp-examples", "startup", "packed-accuracy", "packed-step"]
 EVERY_PAGE += [*OTHERS[:4], "vllm", *OTHERS[4:], "trained"]
 
@@ -244,7 +244,7 @@ def test_a_failed_peer_says_why_in_the_readme(tmp_path, monkeypatch):
 
 @pytest.fixture
 def own_folders(tmp_path, monkeypatch):
-    """Pages and records lie in the test's folder, and no program runs."""
+    """Put pages and records into the test's folder, and run no program."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(results, "RECORDS", tmp_path / "build")
     monkeypatch.setattr(results, "subprocess", SimpleNamespace(run=lambda *given, **named: None))
@@ -266,7 +266,7 @@ def test_a_page_is_computed_from_its_records_and_has_its_figure_as_svg(tmp_path)
 
 @pytest.mark.usefixtures("own_folders")
 def test_records_of_other_runs_in_the_folder_are_not_on_the_page(tmp_path):
-    """The folder keeps the records of an earlier commit, and of a larger limit."""
+    """The folder also has records of an earlier commit and of a larger limit."""
     store = Records(tmp_path / "build" / "bench-x")
     model, options = ModelUnderTest("fake", FakeTarget(32)), RunOptions(max_new_tokens=20, repeats=1)
     old = run([], [[1, 2, 3]], model, options)
@@ -304,7 +304,7 @@ def test_a_page_of_records_from_two_places_is_refused(tmp_path):
 
 
 def test_committed_records_from_two_places_are_refused(tmp_path, monkeypatch):
-    """Also where an earlier version wrote the file."""
+    """Files that an earlier version wrote are checked, too."""
     path, committed = tmp_path / "study.jsonl.gz", results.committed
     with monkeypatch.context() as patched:
         patched.setattr(committed, "require_one_origin", lambda records: None)
@@ -326,7 +326,7 @@ def test_the_text_of_a_figure_names_its_speeds():
 
 
 def test_the_adaptive_drafters_figures_are_drawn_from_the_committed_ones(tmp_path, monkeypatch):
-    """The words and numbers in them: how matplotlib writes a line differs from version to version."""
+    """Compares only words and numbers, because matplotlib versions write lines differently."""
     pytest.importorskip("matplotlib")
     for module, option in ((adaptive_run, "--pictures"), (adaptive_s, "--picture")):
         where = tmp_path / "adaptive-credit" if option == "--picture" else tmp_path
