@@ -1,4 +1,4 @@
-"""Shared by all tests: no network, no advice from transformers, and verification broken on purpose."""
+"""Shared test setup: no network, no advice from transformers, and a fixture that breaks verification."""
 
 import gc
 import importlib
@@ -19,21 +19,21 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Imported modules stay, and visiting all their objects takes the garbage collector a quarter of a second each time.
-# It is off until the tests are collected, and leaves these objects out from then on (pytest_collection_finish).
+# Imported modules are never freed, and each garbage collection spends a quarter of a second visiting them.
+# It is off until the tests are collected, and ignores these objects afterwards (pytest_collection_finish).
 gc.disable()
 
 # No test may depend on how busy the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-# Without a GPU the attention kernel runs in triton's interpreter, to be chosen before triton is first imported.
+# Without a GPU, the attention kernel runs in Triton's interpreter, which must be chosen before the import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-#: What `make test-fast` leaves out: files of which hardly a test is quick, and single tests of others that were seen
-#: to take more than a second of processor time (``pytest --durations=20`` shows them).
+#: Tests that `make test-fast` skips: files whose tests are nearly all slow, and single tests in other files
+#: that took more than a second of CPU time (``pytest --durations=20`` lists them).
 SLOW = [
     "test_families*",
     "test_hidden*",
@@ -80,7 +80,7 @@ SLOW = [
 ]
 
 
-#: Compiles the passes of float32 and bfloat16, and those of packed weights with the drafters' code, some 20 s each.
+#: Compile the float32 and bfloat16 passes, and the packed-weight passes with the drafters' code; 20 s each.
 COMPILE = (
     "import lookahead; [lookahead.load('tiny', dtype=dtype).path for dtype in ('float32', 'bfloat16')]",
     "import lookahead; lookahead.load('tiny', weights='q8_0').generate('def add', max_new_tokens=20)",
@@ -88,14 +88,14 @@ COMPILE = (
 
 
 def has_compiled(package):
-    """Whether numba has kept code of a package since its files last changed."""
+    """Whether numba's cache for a package is newer than the package's files."""
     kept = [file.stat().st_mtime for file in package.rglob("__pycache__/*.nbi")]
     return bool(kept) and min(kept) > max(file.stat().st_mtime for file in package.rglob("*.py"))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config, specs):
-    """In a fresh clone, compile what most tests need before the workers start: each would compile it for itself."""
+    """In a fresh clone, compile shared code before the workers start, or each would compile its own."""
     source = str(Path(__file__).parents[1] / "src")
     if all(
         has_compiled(Path(source, "lookahead", *names)) for names in [("targets",), ("drafters", "adaptive")]
@@ -107,15 +107,15 @@ def pytest_xdist_setupnodes(config, specs):
         for process in [
             subprocess.Popen(each, env=environment, stderr=subprocess.DEVNULL) for each in commands
         ]:
-            process.wait()  # what fails here fails in the tests, which say more
+            process.wait()  # failures here recur in the tests, in detail
 
 
-#: Whether the reference of the tests on Gemma 2 is wrong.
+#: Whether the reference for the Gemma 2 tests is wrong.
 IGNORES_SOFT_CAPS = tuple(map(int, version("transformers").split(".")[:2])) < (5, 21)
 
 
 def pytest_collection_modifyitems(items):
-    # The longest single tests first, so that no process ends with them alone.
+    # Run the longest tests first, so that no worker is left alone with one.
     items.sort(key=lambda item: item.path.stem not in ("test_soak", "test_server_stress"))
     for item in items:
         if any(fnmatch(f"{item.path.stem}::{item.name}", pattern) for pattern in SLOW):
@@ -132,12 +132,12 @@ def pytest_collection_finish():
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # modules whose objects outlive the process complain
+    gc.unfreeze()  # some modules warn about objects never freed
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache_folder(tmp_path_factory):
-    """Step times of tests are not kept among the user's."""
+    """Keep the tests' step times out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -145,9 +145,9 @@ def own_cache_folder(tmp_path_factory):
 
 @pytest.fixture
 def accept_a_wrong_node(monkeypatch):
-    """Break verification on purpose: from its third step on it accepts a drafted token unseen.
+    """Break verification on purpose: from the third step on, accept a drafted token unverified.
 
-    A test of exactness that still passes with this in force cannot fail at all.
+    An exactness test that still passes with this fixture can never fail.
     """
     loop = importlib.import_module("lookahead.core.loop")
     honest, steps = loop.verify, []
@@ -169,15 +169,15 @@ def accept_a_wrong_node(monkeypatch):
 
 @pytest.fixture(scope="session")
 def openai():
-    """The client library: imported where it is used, because it takes a second in each process."""
+    """The client library, imported only where used because the import takes a second per process."""
     return importlib.import_module("openai")
 
 
 @pytest.fixture(scope="module")
 def browser():
-    """Headless Chromium, where it and playwright are installed; started once a file.
+    """Headless Chromium, started once per file, if it and playwright are installed.
 
-    While playwright runs, this thread has a running event loop, and tests of other files start loops of their own.
+    Playwright keeps an event loop running in this thread, and tests in other files start their own loops.
     """
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:

@@ -1,4 +1,4 @@
-"""Clients of a server under test: many at once, some of which send malformed requests or disconnect."""
+"""Many concurrent clients of a server under test; some send malformed requests or disconnect."""
 
 import asyncio
 import json
@@ -19,13 +19,13 @@ MALFORMED = [
 
 
 class Crowd:
-    """Clients that ask, cancel, send nonsense and read slowly, until an end.
+    """Clients that send good and bad requests, cancel and read slowly, until a deadline.
 
     Attributes:
-        texts: (prompt, seed, temperature, tokens) -> text.
-        statuses: how often each was seen. completed, cancelled: texts that came whole, streams that were left.
-        ended, cut: streams that the server's end cut short, with an error event and without.
-        lost: connections that broke or could not be had.
+        texts: (prompt, seed, temperature, tokens) -> completion.
+        statuses: the count of each. completed, cancelled: whole completions, streams that clients abandoned.
+        ended, cut: streams that the server's exit cut short, with and without an error event.
+        lost: connections that broke or could not be opened.
     """
 
     def __init__(self, url, seconds):
@@ -106,7 +106,7 @@ class Crowd:
         return self
 
     def differences(self, llm):
-        """The texts that are not those of plain decoding."""
+        """The completions that differ from plain decoding."""
         wrong = []
         for (prompt, seed, temperature, tokens), text in self.texts.items():
             options = {"temperature": 1.0, "seed": seed} if temperature else {}

@@ -1,9 +1,9 @@
-"""A CUDA device that the CPU plays: streams, graphs, memory and waiting operations, with a log of what ran where.
+"""A CUDA device simulated on the CPU: streams, graphs, memory, blocking operations, and a log of calls.
 
-``FakeCuda(monkeypatch)`` replaces what ``lookahead.targets`` calls of ``torch.cuda``. Tensors stay on the CPU and are
-computed at once, so results are right; the log shows in which order a device would have been asked for them. A graph
-keeps the operations of its capture with their tensors, and a replay runs them again, so whatever Python decided
-during the capture stays as it was, as on a device.
+``FakeCuda(monkeypatch)`` replaces the parts of ``torch.cuda`` that ``lookahead.targets`` calls. Tensors stay
+on the CPU and are computed at once, so results are correct; the log shows the order in which a device would
+have received the work. A graph records its capture's operations with their tensors and a replay runs them
+again, so decisions that Python made during the capture stay fixed, as on a device.
 """
 
 import warnings
@@ -20,7 +20,7 @@ TOTAL = 1000
 
 
 class Graph(TorchDispatchMode):
-    """The operations of a capture. Nothing may be read on the host in it."""
+    """The operations of a capture, during which the host may not read values."""
 
     def __init__(self, device):
         super().__init__()
@@ -38,18 +38,18 @@ class Graph(TorchDispatchMode):
         for func, args, kwargs, out in self.calls:
             again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                if torch.is_tensor(old) and old.data_ptr() != new.data_ptr():  # no view and not in place
+                if torch.is_tensor(old) and old.data_ptr() != new.data_ptr():  # neither a view nor in place
                     old.copy_(new)
 
 
 class FakeCuda:
-    """The device.
+    """The simulated device.
 
     Attributes:
-        log: (what, stream) in the order of the calls; for a wait, (what, waiting stream, awaited stream).
+        log: (what, stream) in call order; for a wait, (what, waiting stream, awaited stream).
         current: the current stream; a test may set it to another caller's.
-        free: bytes that are free of ``TOTAL``.
-        cost: bytes that a capture takes; more than ``free`` is out of memory.
+        free: free bytes out of ``TOTAL``.
+        cost: bytes that a capture allocates; it runs out of memory above ``free``.
         mode: the sync-debug mode.
     """
 
@@ -75,7 +75,7 @@ class FakeCuda:
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         monkeypatch.setattr(paths, "on_gpu", lambda model: True)
-        # Every module that asks by that name.
+        # Patch every module that calls is_gpu.
         for module in ("cuda", "cuda_graphs"):
             monkeypatch.setattr(f"lookahead.targets.{module}.is_gpu", lambda device: True)
 
@@ -89,7 +89,7 @@ class FakeCuda:
         return made
 
     def caller(self, name):
-        """A stream of a caller, now the current one."""
+        """Make a new stream of this name current."""
         self.current = self.stream()
         self.current.name = name
 

@@ -1,4 +1,4 @@
-"""Tiny random models of many families: what each needs beyond the common small sizes, found nowhere else."""
+"""Tiny random models of many families, with the only table of what each needs beyond the common sizes."""
 
 from lookahead import testing
 
@@ -22,7 +22,7 @@ MLA = {
     "head_dim": 8,
     "num_key_value_heads": 4,
 }
-#: name -> (type as transformers names it, config fields)
+#: name -> (model type in transformers, config fields)
 TABLE = {
     "llama": ("llama", {}),
     "llama-dynamic-ntk": ("llama", {"max_position_embeddings": 48, "rope_parameters": NTK}),
@@ -63,12 +63,12 @@ TABLE = {
     "mamba": ("mamba", {"state_size": 8}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
 }
-#: All but the last two evaluate trees; lfm2 drafts by batch rows.
+#: All but the last two evaluate token trees; lfm2 drafts by batch rows.
 FAMILIES = tuple(TABLE)
 RECURRENT_FAMILIES = ("mamba", "lfm2")
 
 
 def tiny_model(family="llama", seed=0, **overrides):
-    """``lookahead.testing.tiny_model`` of a family in ``FAMILIES``."""
+    """``lookahead.testing.tiny_model`` for a family in ``FAMILIES``."""
     model_type, special = TABLE[family]
     return testing.tiny_model(model_type, seed, **{**special, **overrides})

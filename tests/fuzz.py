@@ -1,13 +1,13 @@
-"""Differential fuzzing: random calls of model.generate with and without lookahead, compared token for token.
+"""Differential fuzzing: random calls to model.generate with and without lookahead, compared token for token.
 
     python tests/fuzz.py --seconds 3600 --report docs/results/soak.md      the long form (make soak)
-    python tests/fuzz.py --case 1234                                       repeat one case by its number
+    python tests/fuzz.py --case 1234                                       repeat one case by number
 
-The number of a case determines everything: model family, weights, prompts, padding, lengths near powers of two and
-near the context limit, drafting method and settings, sampling, penalties, end tokens, outputs. Both calls use the
-same seed of torch's generator, so sampled completions must be equal too, and so must the generator's state
-afterwards. One case in four calls the engine instead: lists of prompts in batches, stop strings, a warm state,
-float32, and bfloat16 on the compiled path. Each completion is compared with plain decoding of its prompt alone.
+A case's number determines everything: model family, weights, prompts, padding, lengths near powers of two and
+near the context limit, drafting method and settings, sampling, penalties, end tokens, outputs. Both calls
+seed torch's generator identically, so sampled completions and the generator's final state must be equal too.
+One case in four calls the engine instead: batched lists of prompts, stop strings, warm state, float32, and
+bfloat16 on the compiled path. Each completion is compared with plain decoding of its prompt alone.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import toy
 from families import FAMILIES, tiny_model
 from lookahead import Adaptive, Jacobi, Lookahead, Plain, PromptLookup
 
-#: Families decoded one sequence at a time, because their rotary base depends on the longest sequence of the batch (in
-#: transformers too).
+#: Families decoded one sequence at a time because their rotary base depends on the longest sequence in the
+#: batch (in transformers too).
 ALONE = ("llama-dynamic-ntk",)
 DRAFTING: list[dict[str, Any]] = [
     {},
@@ -49,9 +49,9 @@ DRAFTING: list[dict[str, Any]] = [
 ]
 
 
-#: Families with a sliding window, whose size varies.
+#: Families with a sliding window of varying size.
 SLIDING = ("mistral-sliding", "gemma2", "gemma3", "olmo3", "cohere2", "gpt-oss")
-#: Families on the compiled path, where one row and many are bit-identical in bfloat16 too.
+#: Families on the compiled path, where one row and many are bit-identical even in bfloat16.
 COMPILED = ("llama", "qwen2", "qwen3", "mistral", "mistral-sliding")
 ENGINE_DRAFTERS = [Adaptive(), Adaptive(rows=32), Lookahead(5, 3, 5), PromptLookup()]
 
@@ -73,13 +73,13 @@ def engine_of(family: str, seed: int, dtype: torch.dtype, window: int = 0) -> An
 
 @dataclass
 class Numbered:
-    """The common part of both kinds of cases.
+    """The fields common to both kinds of case.
 
     Attributes:
         number: determines the case.
         family: the model family.
-        options: options of the completions.
-        method: options of drafting.
+        options: completion options.
+        method: drafting options.
     """
 
     number: int
@@ -90,7 +90,7 @@ class Numbered:
 
 @dataclass
 class Case(Numbered):
-    """One pair of calls of ``model.generate``."""
+    """One pair of calls to ``model.generate``."""
 
     ids: Any = None
     mask: Any = None
@@ -115,11 +115,11 @@ class Case(Numbered):
         if draw.random() < 0.1:  # up to the model's last position
             new = 256 - length
         new = min(new, 256 - length)
-        if case.family in ALONE:  # around the trained length, where the base begins to change
+        if case.family in ALONE:  # near the trained length, where the base starts to change
             length = draw.choice([length, 20, 46, 47, 48, 49, 60])
             new = min(new, 256 - length)
 
-        # Prompts that repeat themselves, with padding on the left.
+        # Repetitive prompts, padded on the left.
         vocabulary = draw.choice([4, 20, 96])
         period = draw.choice([3, 7, length])
         stretch = [[3 + draw.randrange(max(1, vocabulary - 3)) for _ in range(period)] for _ in range(rows)]
@@ -150,7 +150,7 @@ class Case(Numbered):
         return case
 
     def run(self, **ours: Any) -> tuple[Any, Any]:
-        """(output, state of the generator afterwards)."""
+        """(output, final state of the generator)."""
         torch.manual_seed(self.number)
         out = self.model.generate(self.ids, attention_mask=self.mask, **self.options, **ours)
         return out, torch.random.get_rng_state()
@@ -158,7 +158,7 @@ class Case(Numbered):
     def difference(self) -> tuple[str, int]:
         """("" or what differs, tokens compared)."""
         if self.family in ALONE:
-            # transformers keeps the frequencies of the longest sequence until a short one resets them.
+            # transformers keeps the longest sequence's frequencies until a short one resets them.
             self.model(torch.ones(1, 1, dtype=torch.long))
         plain, plain_state = self.run()
         ours, state = self.run(custom_generate=lookahead.generate, **self.method)
@@ -183,7 +183,7 @@ class Case(Numbered):
 
 @dataclass
 class EngineCase(Numbered):
-    """One call of ``LLM.generate`` with a list of prompts."""
+    """One call to ``LLM.generate`` with a list of prompts."""
 
     prompts: list[Any] = field(default_factory=list)
     llm: Any = None
@@ -255,8 +255,8 @@ class Report:
     Attributes:
         cases: number of cases.
         tokens: number of tokens compared.
-        engine: number of cases of the engine.
-        families: number of cases by family.
+        engine: number of engine cases.
+        families: number of cases per family.
         found: descriptions of the differences.
     """
 
@@ -268,10 +268,10 @@ class Report:
 
 
 def fuzz(seconds: float = 0.0, first: int = 0, tell: Any = None, least: int = 0) -> Report:
-    """Run cases until the time is over.
+    """Run cases until the time is up.
 
     Args:
-        seconds: the time.
+        seconds: time limit.
         first: number of the first case.
         tell: called with the report after each case.
         least: minimum number of cases.
@@ -283,7 +283,7 @@ def fuzz(seconds: float = 0.0, first: int = 0, tell: Any = None, least: int = 0)
         case = case_of(number)
         try:
             wrong, tokens = case.difference()
-        except Exception as error:  # a crash is a finding like any other
+        except Exception as error:  # a crash is also a finding
             wrong = f"{type(error).__name__}: {error}"
             tokens = 0
         report.cases += 1
@@ -315,7 +315,7 @@ def main() -> None:
         print(case.difference()[0] or "equal")
         return
 
-    # Cases for some time, with a progress bar.
+    # A timed run with a progress bar.
     started = time.monotonic()
 
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

@@ -1,16 +1,16 @@
-"""Damaged GGUF files: each is refused in one line or decodes, and a wrong count never changes the output.
+"""Damaged GGUF files: each decodes or is rejected in one line, and a wrong count never changes the output.
 
     python tests/soak.py files --count 2000                     the long form (make soak)
     python tests/gguf_damage.py --count 100 --first 5000        the same, with every outcome
     python tests/gguf_damage.py --case 17                       one file again, by its number
 
-A case is a function of its number alone: a small file of ``gguf_files``, what is written over it, and the dtype to
-load it in (None keeps the weights packed; with float32, transformers reads the file). Files are loaded one after the
-other in a process of their own, which may take ``ALLOWANCE`` more memory than it has after loading whole files.
+A case depends on its number alone: a small file from ``gguf_files``, the damage to it, and the dtype to load
+it in (None keeps the weights packed; with float32, transformers reads the file). A separate process loads the
+files one by one and may use ``ALLOWANCE`` bytes more than it does after loading the undamaged files.
 
-A count is a number that other parts of the file confirm: a size of the model, or a dimension or the position of a
-tensor. A file with a wrong one is refused, or its output is that of the whole file. Other numbers and bits may change
-the output.
+A count is a number that other parts of the file confirm: a model size, or a tensor's dimension or position. A
+file with a wrong count is rejected or produces the output of the undamaged file. Other numbers and bits may
+change the output.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 
-#: Bytes that a process may take beyond what it has after it has loaded whole files.
+#: Bytes that the process may use beyond those in use after loading undamaged files.
 ALLOWANCE = 1 << 30
 #: Seconds after which loading and decoding a small file counts as hanging.
 PATIENCE = 60
-#: The files that are damaged: architecture, block types.
+#: The files to damage: architecture, block types.
 FILES = (
     ("llama", ("Q8_0", "Q4_K", "Q6_K", "F16")),
     ("gemma3", ("Q8_0", "Q5_0")),
@@ -49,9 +49,9 @@ FILES = (
     ("phi3", ("Q4_0", "F32")),
     ("granite", ("Q5_K", "Q2_K")),
 )
-#: Architectures that only one reader takes: the process removes the first from ours, transformers lacks the second.
+#: Accepted by only one reader: the process removes the first from ours, and transformers lacks the second.
 ONLY_TRANSFORMERS, ONLY_OURS = "qwen2", "granite"
-#: Keys of counts, without the architecture's name.
+#: Keys of counts, without the architecture prefix.
 SIZES = (
     "block_count",
     "context_length",
@@ -64,8 +64,8 @@ SIZES = (
     "rope.dimension_count",
     "vocab_size",
 )
-#: Sizes that no tensor confirms: the heads of GPT-2 divide its hidden size in any number, and any part of a head of
-#: Phi-3 may rotate.
+#: Sizes that no tensor confirms: GPT-2's hidden size can be split into any number of heads, and any part of a
+#: Phi-3 head may rotate.
 UNCONFIRMED = ("gpt2.attention.head_count", "phi3.rope.dimension_count")
 PROMPT = "the cat and the dog"
 
@@ -74,7 +74,7 @@ PROMPT = "the cat and the dog"
 
 
 class Number(NamedTuple):
-    """A number of a header."""
+    """A number in a header."""
 
     name: str
     """Its key, or the tensor and what the number says of it."""
@@ -85,7 +85,7 @@ class Number(NamedTuple):
 
 
 def numbers(path: Path) -> list[Number]:
-    """Every number of a header, in the file's order; of an array only its first ones."""
+    """Every number in a header, in file order; for an array, only the first ones."""
     reader = gguf.GGUFReader(path)
     architecture = reader.get_field("general.architecture").contents()
     counts = {f"{architecture}.{key}" for key in SIZES} - set(UNCONFIRMED)
@@ -103,7 +103,7 @@ def numbers(path: Path) -> list[Number]:
         is_count = key in counts or key in ("GGUF.tensor_count", "GGUF.kv_count")
         found += _parts(key, entry, names, {""} if is_count else set())
     for tensor in reader.tensors:
-        # Types of the same size are exchanged without a trace: F16 and BF16, Q4_0 and IQ4_NL.
+        # Swapping types of the same size is undetectable: F16 and BF16, Q4_0 and IQ4_NL.
         names = ["length of the name", None, "dimensions", "shape", "block type", "offset"]
         found += _parts(tensor.name, tensor.field, names, {"dimensions", "shape", "offset"})
     return found
@@ -134,7 +134,7 @@ class Base:
 
 @cache
 def base(number: int) -> Base:
-    """The file of ``FILES`` with this number."""
+    """The file at this index of ``FILES``."""
     from gguf_files import write_gguf
     from toy import CHAT
 
@@ -184,7 +184,7 @@ class Case:
         self._set(draw, self.source.numbers)
 
     def _set(self, draw: random.Random, numbers: list[Number]) -> None:
-        # Of the metadata as often as of the table of tensors, which has more numbers.
+        # Choose metadata as often as the tensor table, which has more numbers.
         in_table = draw.random() < 0.5
         number = draw.choice([each for each in numbers if (each.at >= self.source.table) == in_table])
         end = number.at + number.kind.itemsize
@@ -239,11 +239,11 @@ class Case:
         )
 
 
-# ---------------------------------------------------------------- loading, in a process of its own
+# ---------------------------------------------------------------- loading, in a separate process
 
 
 class Outcome(NamedTuple):
-    """What became of a file."""
+    """The result of loading a file."""
 
     kind: str
     """"refused", "decoded", or how it failed: "traceback", "memory", "hangs", "killed", "warning", "lines"."""
@@ -278,7 +278,7 @@ def attempt(path: str, dtype: str | None) -> Outcome:
                 kind = "lines"
         except LookaheadError as error:
             kind, message = "traceback", summary(error)
-        except BaseException as error:  # tokenizers' Rust code raises one that is no Exception
+        except BaseException as error:  # tokenizers' Rust code raises a non-Exception
             kind, message = "traceback", _where(error)
     said = [
         warning
@@ -292,7 +292,7 @@ def attempt(path: str, dtype: str | None) -> Outcome:
 
 
 def _where(error: BaseException) -> str:
-    """An error, and the last two places of its traceback in this library."""
+    """An error and the last two traceback locations in this library."""
     import traceback
 
     frames = traceback.extract_tb(error.__traceback__)
@@ -303,7 +303,7 @@ def _where(error: BaseException) -> str:
 
 
 def serve() -> None:
-    """Answer each line of stdin, a path and a dtype, with an outcome; the first lines are whole files."""
+    """Answer each stdin line, a path and dtype, with an outcome; the first lines name undamaged files."""
     from lookahead.models.gguf_families import GGUF_NAMES
 
     del GGUF_NAMES[ONLY_TRANSFORMERS]
@@ -315,18 +315,18 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (taken + ALLOWANCE,) * 2)
     for line in sys.stdin:
         print(json.dumps(attempt(*json.loads(line))), flush=True)
-        gc.collect()  # models lie in cycles
+        gc.collect()  # models contain reference cycles
 
 
 class Loader:
-    """The process that loads files; a new one starts after one has died.
+    """The process that loads files, restarted after a crash or a hang.
 
     Args:
         whole: (path, dtype) of undamaged files, which are loaded first.
-        first: Python code that the process runs before all else.
+        first: Python code that the process runs first.
 
     Attributes:
-        expected: their outcomes.
+        expected: the outcomes of ``whole``.
     """
 
     def __init__(self, whole: list[tuple[str, str | None]], first: str = "") -> None:
@@ -392,7 +392,7 @@ class Loader:
 
 @dataclass
 class Report:
-    """What a run saw."""
+    """Results of a run."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
@@ -401,7 +401,7 @@ class Report:
 
 
 def fuzz(count: int, first: int = 0, tell: Any = None) -> Report:
-    """Load files from a number on."""
+    """Load ``count`` files from case ``first`` on."""
     report = Report()
     bases = [base(number) for number in range(len(FILES))]
     whole = [(str(each.path), dtype) for each in bases for dtype in (None, "float32")]
@@ -428,7 +428,7 @@ def fuzz(count: int, first: int = 0, tell: Any = None) -> Report:
 
 
 def judge(case: Case, outcome: Outcome, loader: Loader) -> str:
-    """What is wrong with an outcome; empty if nothing is."""
+    """What is wrong with an outcome; empty if nothing."""
     if outcome.kind == "refused":
         return ""
     if outcome.kind != "decoded":

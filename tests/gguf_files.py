@@ -1,12 +1,12 @@
-"""Small GGUF files of every architecture and block type, as llama.cpp's converter writes them, and reference models.
+"""Small GGUF files of all architectures and block types, as written by llama.cpp's converter, and references.
 
-    write_gguf(path, "gemma3", ("Q4_K", "Q6_K"), seed=1)   a file; linears take the types in turn
-    decoded(path)                                          its tensors in float32, by the package gguf
-    reference_model(path)                                  the transformers model that it stands for, in float32
+    write_gguf(path, "gemma3", ("Q4_K", "Q6_K"), seed=1)   a file; linears cycle through the types
+    decoded(path)                                          its tensors in float32, from the gguf package
+    reference_model(path)                                  the equivalent transformers model, in float32
 
-``reference_model`` uses neither transformers' GGUF reader, which drops settings (softcaps, sliding windows of Phi-3,
-rotary bases of StarCoder2, scaled frequencies), nor names of ours: the settings are those that ``write_gguf`` was
-given and kept beside the file in its metadata, and the names are those of the package gguf.
+``reference_model`` uses neither transformers' GGUF reader, which drops settings (softcaps, Phi-3's sliding
+windows, StarCoder2's rotary bases, scaled frequencies), nor our names: it takes the settings that
+``write_gguf`` was given and stored in the file's metadata, and the names of the gguf package.
 """
 
 import json
@@ -20,12 +20,12 @@ from transformers.pytorch_utils import Conv1D
 
 from toy import VOCABULARY, tokenizer
 
-#: Types whose blocks are written here by hand, because the package gguf cannot quantize to them.
+#: Types whose blocks are written by hand because the gguf package cannot quantize to them.
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
-#: The same of types that the compiled path decodes to bf16.
+#: The same, for types that the compiled path decodes to bf16.
 WITHOUT_KERNEL = ("Q2_K", "Q3_K", "IQ4_NL")
 BLOCK_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_QUANTS, "F16", "BF16", "F32")
-#: Inner sizes are multiples of 256, the numbers of a block of the K types. Heads are not hidden / heads wide.
+#: Inner sizes are multiples of 256, the block size of the K types. The head size is not hidden / heads.
 SMALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 256,
@@ -36,9 +36,9 @@ SMALL = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
-#: Head size and scale are what transformers' reader takes, which ignores what the file says of them.
+#: Head size and scale are what transformers' reader assumes, as it ignores the file's values.
 GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
-#: general.architecture -> (class of transformers without "Config", config fields beyond ``SMALL``).
+#: general.architecture -> (transformers class without "Config", config fields beyond ``SMALL``).
 ARCHITECTURES = {
     "llama": ("Llama", {"head_dim": 128, "rope_theta": 500000.0}),
     "mistral": ("Mistral", {"head_dim": 128, "sliding_window": None}),
@@ -78,9 +78,9 @@ ARCHITECTURES = {
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {"sliding_window": 6, "num_hidden_layers": 4}),
 }
-#: Architectures whose files say something else than their name here.
+#: Architectures whose files use a different name than this module.
 WRITTEN_AS = {"mistral": "llama", "olmo3": "olmo2"}
-#: What transformers' own reader knows; Mistral's files are Llama's to it.
+#: Supported by transformers' own reader, which reads Mistral as Llama.
 KNOWN_TO_TRANSFORMERS = (
     "llama",
     "mistral",
@@ -93,10 +93,10 @@ KNOWN_TO_TRANSFORMERS = (
     "gpt2",
 )
 PERMUTED = ("llama", "mistral", "granite", "smollm3")
-#: 1 is added to the weights of norms.
+#: Norm weights are stored with 1 added.
 OFFSET = ("gemma", "gemma2", "gemma3")
 SENTENCEPIECE = ("gemma", "gemma2", "gemma3", "phi3")
-#: Metadata of our own: what ``reference_model`` needs.
+#: Our own metadata, for ``reference_model``.
 ARCHITECTURE_KEY, CONFIG_KEY = "lookahead.architecture", "lookahead.config"
 
 
@@ -107,11 +107,11 @@ def write_gguf(
 
     Args:
         architecture: a key of ``ARCHITECTURES``.
-        types: one of ``BLOCK_TYPES`` and ``WITHOUT_KERNEL``, or several, which embedding, head and
-            linears take in turn.
-        frequency_factors: numbers of ``rope_freqs.weight``, which divide the rotary frequencies (Llama 3).
+        types: one or more of ``BLOCK_TYPES`` and ``WITHOUT_KERNEL``; embedding, head and linears cycle
+            through them.
+        frequency_factors: values of ``rope_freqs.weight``, which divide the rotary frequencies (Llama 3).
         chat_template: a Jinja template.
-        changes: config fields of transformers.
+        changes: transformers config fields.
 
     Returns:
         The metadata, key -> value.
@@ -156,7 +156,7 @@ def make_config(architecture, **changes):
 
 
 def tensors_of(model, written_as):
-    """(tensor's name in the file, its shape (outputs, inputs)) of each weight of a transformers model."""
+    """(name in the file, shape (outputs, inputs)) of each weight of a transformers model."""
     numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(numbers[written_as], model.config.num_hidden_layers)
     transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
@@ -168,7 +168,7 @@ def tensors_of(model, written_as):
 
 
 def write_settings(writer, architecture, config):
-    """The metadata that the converter writes of a config."""
+    """Write a config's metadata as the converter does."""
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer.add_name(f"tiny {architecture}")
@@ -210,7 +210,7 @@ def write_settings(writer, architecture, config):
 
 
 def write_tokenizer(writer, architecture):
-    """A byte-level tokenizer, or a SentencePiece one where the architecture's files have these."""
+    """Write a byte-level tokenizer, or SentencePiece where the architecture's files use it."""
     if architecture in SENTENCEPIECE:
         tokens = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
         kinds = [3, 3, 3, 2] + [6] * 256  # control, unknown, byte
@@ -240,17 +240,17 @@ def write_tokenizer(writer, architecture):
 
 
 def quantized(rng, shape, kind, spread=0.06):
-    """Random weights of about this standard deviation, as the file holds them."""
+    """Random weights of about this standard deviation, as stored in the file."""
     if kind.name in (*K_QUANTS, *WITHOUT_KERNEL):
         return k_blocks(rng, shape, kind, spread)
     return gguf.quantize(rng.normal(0, spread, shape).astype(np.float32), kind)
 
 
 def k_blocks(rng, shape, kind, spread):
-    """Blocks with random contents and super-block scales that give the standard deviation.
+    """Blocks with random contents, and super-block scales that give the standard deviation.
 
-    Layouts, by bytes (ggml-common.h). Blocks have 256 numbers, those of IQ4_NL 32. sc and m of Q4_K and Q5_K are
-    6-bit numbers for each 32 numbers, packed in ``scales``; of Q2_K 4-bit numbers for each 16, of Q3_K 6-bit ones:
+    Layouts in bytes (ggml-common.h). Blocks have 256 numbers (IQ4_NL: 32). In Q4_K and Q5_K, each 32 numbers
+    have a 6-bit sc and m, packed in ``scales``; in Q2_K, each 16 have 4-bit ones, and in Q3_K, a 6-bit sc:
 
         Q2_K    scales 16, q 64, d f16, dmin f16          d * sc * q - dmin * m,  q of 2 bits
         Q3_K    qh 32, q 64, scales 12, d f16             d * (sc - 32) * (q - 4), q of 3 bits
@@ -273,7 +273,7 @@ def k_blocks(rng, shape, kind, spread):
     elif kind.name == "IQ4_NL":
         blocks[..., 0:2] = halves(jitter * spread / 70)
     else:
-        middle = 7.5 if kind.name == "Q4_K" else 15.5  # so that the numbers lie around 0
+        middle = 7.5 if kind.name == "Q4_K" else 15.5  # centers the numbers on 0
         d = jitter * spread / (35 * middle)
         blocks[..., 0:2], blocks[..., 2:4] = halves(d), halves(d * middle)
     return blocks.reshape(*shape[:-1], -1)
@@ -285,7 +285,7 @@ def halves(numbers):
 
 
 def decoded(path):
-    """name -> float32 array, by the package gguf."""
+    """name -> float32 array, from the gguf package."""
     return {
         tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type).reshape(tensor.shape[::-1]).copy()
         for tensor in gguf.GGUFReader(path).tensors
@@ -293,7 +293,7 @@ def decoded(path):
 
 
 def reference_model(path):
-    """The transformers model in float32 that a file of ``write_gguf`` stands for."""
+    """The float32 transformers model equivalent to a file from ``write_gguf``."""
     reader = gguf.GGUFReader(path)
     architecture = reader.get_field(ARCHITECTURE_KEY).contents()
     config = make_config(architecture, **json.loads(reader.get_field(CONFIG_KEY).contents()))
@@ -324,6 +324,6 @@ def reference_model(path):
 
 
 def unpermuted(weight, heads):
-    """Rows 0 3 1 4 2 5 of each head back in the order 0 1 2 3 4 5."""
+    """Reorder each head's rows from 0 3 1 4 2 5 to 0 1 2 3 4 5."""
     rows = weight.reshape(heads, -1, 2, *weight.shape[1:])
     return rows.swapaxes(1, 2).reshape(weight.shape)

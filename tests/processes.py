@@ -1,7 +1,7 @@
-"""The command line in a process of its own, forked from one that has loaded torch, transformers and the library.
+"""The command line in a separate process, forked from one that imported torch, transformers and lookahead.
 
-``python -m lookahead`` loads them for 7 s of processor time. A forked process has memory, files, signals and an exit
-status of its own as well. That the command also starts as a user starts it is tested in test_cli.py.
+``python -m lookahead`` spends 7 s of CPU time on these imports. A forked process also has its own memory,
+files, signals and exit status. test_cli.py tests that the command also starts the way a user starts it.
 """
 
 import atexit
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 
-#: What the server of forks loads: nothing that starts a thread or reads the environment of one test.
+#: What the fork server imports: nothing that starts a thread or reads a single test's environment.
 PRELOAD = [
     "torch.distributed",
     "lookahead.parallel",
@@ -34,7 +34,7 @@ PRELOAD = [
 
 
 def forks():
-    """The context whose processes are forked from the one server of this test process."""
+    """The context that forks processes from the one fork server of this test process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -49,18 +49,18 @@ def _command(arguments, stdout, stderr, environment, folder):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     signal.signal(
         signal.SIGINT, signal.default_int_handler
-    )  # a shell's background job inherits an ignored one
+    )  # a shell's background jobs ignore SIGINT
     sys.argv = ["lookahead", *arguments]
     from lookahead.cli import main
 
     try:
         main()
     finally:
-        atexit._run_exitfuncs()  # processes of multiprocessing leave without them
+        atexit._run_exitfuncs()  # multiprocessing exits without these
 
 
 class Command:
-    """``lookahead ARGUMENTS``, with what tests use of ``subprocess.Popen``. Output goes to files by name."""
+    """``lookahead ARGUMENTS``, with the parts of ``Popen`` that tests use. Output goes to named files."""
 
     def __init__(self, arguments, stdout=None, stderr=None, **environment):
         paths = [None if path is None else os.fspath(path) for path in (stdout, stderr)]

@@ -1,4 +1,4 @@
-"""Servers for tests, on a real socket: on a toy model in this process, and the command in a process of its own."""
+"""Test servers on a real socket: on a toy model in this process, or the command in a separate process."""
 
 import re
 import socket
@@ -19,7 +19,7 @@ from toy import VOCABULARY, tokenizer
 
 
 def save_tiny(folder, positions):
-    """A checkpoint of a family that nothing is compiled for, so that a process of its own starts quickly."""
+    """Save a checkpoint of a family that needs no compilation, so that a new process starts quickly."""
     tiny_model("gpt_neox", vocab_size=VOCABULARY, max_position_embeddings=positions).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
@@ -29,7 +29,7 @@ class Served:
     """A server that runs in a thread.
 
     Attributes:
-        url: where it listens. app, server, llm: what it consists of.
+        url: its address. app, server, llm: its parts.
     """
 
     def __init__(self, load, **settings):
@@ -62,7 +62,7 @@ class Served:
 
     @staticmethod
     def wait(condition, seconds=240):
-        """Until it holds."""
+        """Wait for the condition."""
         end = monotonic() + seconds
         while not condition():
             assert monotonic() < end, "it took too long"
@@ -71,7 +71,7 @@ class Served:
 
 @contextmanager
 def serving(llm, **settings):
-    """A server on a model that is loaded."""
+    """Run a server on a loaded model."""
     served = Served(lambda: llm, **settings).start()
     try:
         yield served
@@ -80,15 +80,15 @@ def serving(llm, **settings):
 
 
 def address_in(lines):
-    """The address in the first line that the server prints; "" if there is none yet."""
+    """The address in the server's first line of output; "" if there is none yet."""
     found = re.search(r"http://[\w.]+:\d+", lines[0]) if lines else None
     return found[0] if found else ""
 
 
 @contextmanager
 def started(*options):
-    """(process, address, what gives the log's lines) of ``lookahead serve`` once it is ready."""
-    with NamedTemporaryFile("w") as log:  # no pipe: nobody reads while the server is at work
+    """(process, address, function that reads the log) of a ready ``lookahead serve``."""
+    with NamedTemporaryFile("w") as log:  # no pipe, as nobody reads while the server runs
         process = Command(["serve", *options, "--port", "0"], stderr=log.name, LOOKAHEAD_MAX_QUEUE="9")
 
         def lines():

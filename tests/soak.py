@@ -1,14 +1,14 @@
-"""Long-running tests: memory, long completions, a command killed again and again, a server under load, damaged files.
+"""Long-running tests: memory, long completions, a command killed repeatedly, a loaded server, damaged files.
 
     python tests/soak.py memory --count 1000     generations of many kinds: no growth in memory, threads or open files
-    python tests/soak.py texts --count 4000      completions of this many tokens against plain decoding
+    python tests/soak.py texts --count 4000      completions of this many tokens vs plain decoding
     python tests/soak.py kills --count 50        kill -9 and Ctrl-C of lookahead generate --resume
     python tests/soak.py server --count 600      64 clients for this many seconds, then SIGTERM and kill -9 under load
     python tests/soak.py files --count 2000      damaged GGUF files, in a process with limited memory
 
-``--report PAGE`` adds a section to that page. The exit status is 1 if something is wrong. The short forms are in
-test_soak.py and test_gguf_damage.py, random calls in fuzz.py, threads in test_cpu_threads.py. Linux only, because
-memory and open files are read from /proc.
+``--report PAGE`` adds a section to that page. The exit status is 1 if anything is wrong. Short versions are
+in test_soak.py and test_gguf_damage.py, random calls in fuzz.py, threads in test_cpu_threads.py. Linux only,
+because memory and open files are read from /proc.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from lookahead.core import LookaheadError
 from lookahead.core.stats import first_divergence
 from serving import started
 
-#: Share by which resident memory may grow after the first part of the run.
+#: Fraction by which resident memory may grow after the run's first part.
 GROWTH = 0.05
-#: Largest CPU time in an idle second, in seconds.
+#: Maximum CPU time per idle second, in seconds.
 IDLE = 0.05
-#: Fields of a record that depend on measured times, by which the rows of a step are chosen.
+#: Record fields that depend on measured times, which determine the rows per step.
 TIMED = ("seconds", "steps", "rows")
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
 
 
 @dataclass
 class Findings:
-    """Failed expectations, and the figures of the run."""
+    """Failed expectations and figures of the run."""
 
     wrong: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
@@ -103,11 +103,11 @@ def _prompt(draw: random.Random) -> list[int]:
 
 
 def memory(count: int, leak: Callable[[int], Any] | None = None) -> Findings:
-    """``count`` generations of many kinds, on the compiled path and on the transformers path.
+    """Run ``count`` generations of many kinds on the compiled and the transformers path.
 
     Args:
         count: number of generations.
-        leak: called with the number of every generation, to test that a leak is detected.
+        leak: called with each generation's number, to test that leaks are detected.
     """
     # Kinds of generations.
     found = Findings()
@@ -132,7 +132,7 @@ def memory(count: int, leak: Callable[[int], Any] | None = None) -> Findings:
         _called,
     ]
 
-    # Generate, and note the resources in use after the first part.
+    # Generate, and record resource use after the first part.
     before: tuple[int, int, int] | None = None
     for number in range(count):
         draw = random.Random(number)
@@ -144,7 +144,7 @@ def memory(count: int, leak: Callable[[int], Any] | None = None) -> Findings:
     after = resources()
     assert before is not None, f"at least {first} generations are needed, got {count}"
 
-    # Threads should not spin when there is nothing to do.
+    # Threads should not spin when idle.
     started = time.process_time()
     time.sleep(1.0)
     busy = time.process_time() - started
@@ -165,11 +165,11 @@ def resources() -> tuple[int, int, int]:
     return resident >> 20, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-# ---------------------------------------------------------------- long texts
+# ---------------------------------------------------------------- long completions
 
 
 def texts(count: int) -> Findings:
-    """Completions of ``count`` tokens by three models, greedy and sampled: each method must equal plain decoding."""
+    """Decode ``count`` tokens with three models, greedy and sampled; each must equal plain decoding."""
     found = Findings()
     compared = 0
     limit = {"max_position_embeddings": count + 64, "initializer_range": 0.1, "eos_token_id": None}
@@ -251,7 +251,7 @@ def kills(count: int) -> Findings:
 
 def _start(command: list[str]) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(Path(lookahead.__file__).parents[1])}
-    # Background jobs of a shell inherit an ignored SIGINT, unlike commands of a user.
+    # A shell's background jobs inherit an ignored SIGINT, unlike a user's commands.
     return subprocess.Popen(
         command,
         env=environment,
@@ -305,7 +305,7 @@ def _signalled(
 
 
 def compare(out: Path, whole: Path, found: Findings) -> None:
-    """Check that both files have exactly one result for every line of the input, and the same one."""
+    """Check that both files have exactly one result per input line, and that these are equal."""
     given = _known(out)
     expected = _known(whole)
     for line, records in expected.items():
@@ -318,7 +318,7 @@ def compare(out: Path, whole: Path, found: Findings) -> None:
 
 
 def _known(path: Path) -> dict[int, list[dict[str, Any]]]:
-    """Input line -> its records, without times and fields that depend on times."""
+    """Input line -> its records, without times and time-dependent fields."""
     found: dict[int, list[dict[str, Any]]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
@@ -330,7 +330,7 @@ def _known(path: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def server(seconds: int, clients: int = 64) -> Findings:
-    """``lookahead serve`` with many clients for some time; then SIGTERM, kill -9, and a new start."""
+    """Run ``lookahead serve`` with many clients, then send SIGTERM, kill -9 it, and restart."""
     # Run the server under load.
     found = Findings()
     with tempfile.TemporaryDirectory() as folder:
@@ -401,7 +401,7 @@ def _resident(process: int) -> int:
 
 
 def _ended(process: Any, url: str, sort: signal.Signals, found: Findings) -> Crowd:
-    """End a server by a signal under the load of 16 clients. Returns what they observed."""
+    """End a server with a signal under load from 16 clients. Returns what they observed."""
     crowd = Crowd(url, 120)
     thread = Thread(target=crowd.run, args=(16,))
     thread.start()
@@ -421,7 +421,7 @@ def _ended(process: Any, url: str, sort: signal.Signals, found: Findings) -> Cro
 
 
 def files(count: int) -> Findings:
-    """``count`` damaged GGUF files (``gguf_damage``): each is rejected in one line, or decodes."""
+    """Load ``count`` damaged GGUF files (``gguf_damage``). Each decodes or is rejected in one line."""
     report = gguf_damage.fuzz(count)
     names = ", ".join(architecture for architecture, _ in gguf_damage.FILES)
     outcomes = report.outcomes

@@ -1,4 +1,4 @@
-"""The adaptive drafter: exact on every path, its sources right, its state scoped."""
+"""The adaptive drafter: exact on every path, with correct sources and scoped state."""
 
 import random
 import subprocess
@@ -200,7 +200,7 @@ def test_the_core_does_not_load_arrays():
 
 
 def context_of(reader, tokens):
-    """The trie's node for a context, 0 where it has none."""
+    """The trie node of a context; 0 if there is none."""
     node = 0
     for token in tokens:
         node = child(reader.text, node, token)
@@ -210,7 +210,7 @@ def context_of(reader, tokens):
 
 
 def successors(trie, node):
-    """The three most frequent ones."""
+    """The three most frequent next tokens."""
     record = trie.nodes[node]
     return [int(trie.nodes[n].token) for n in (record.first, record.second, record.third) if n]
 
@@ -301,7 +301,7 @@ def test_logit_cache_keeps_the_later_row_and_a_bounded_number():
     ids, odds = np.array([[1, 2], [3, 4], [9, 2]]), np.array([[0, -1.0], [0, -2.0], [0, -9.0]])
     rows_written(grower, ids, odds, [0], 3)
     keys, kept, _, origins = cache.entries(0)
-    # Token 7 ends rows 0 and 2: likelier rows come later, and the path's last.
+    # Rows 0 and 2 end in token 7. Likelier rows are written later, the path last.
     assert dict(zip(keys.tolist(), kept[:, :2].tolist(), strict=True)) == {7: [1, 2], 8: [3, 4]}
     assert dict(zip(keys.tolist(), origins.tolist(), strict=True)) == {7: 0, 8: 1}
     keys, kept, _, _ = cache.entries(1)
@@ -327,7 +327,7 @@ def test_every_proposal_is_a_label_verified_or_not():
     assert buckets["probability"][0] == MAX_PROBABILITY
     count(buckets[1], False)
     assert buckets["probability"][1] == pytest.approx(2 / 5)
-    # Two rows verify one proposal at most, and yet all that were proposed are counted.
+    # Two rows verify at most one proposal, but every proposal is counted.
     state = AdaptiveState(adaptive_of({"rows": 2}))
     adaptive(FakeTarget(32), {"rows": 2}, state=state)
     joint = state.tables(False).calibration.joint
@@ -376,7 +376,7 @@ def random_grower(seed, vocabulary=6, rows=10_000):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_likeliest_nodes_are_taken(seed):
-    """Against brute force: all nodes to depth 5, sorted by probability."""
+    """Compare with brute force: all nodes to depth 5, by probability."""
     everything = random_grower(seed)
     everything.grow(10_000, 5)
     assert everything.rows < 10_000

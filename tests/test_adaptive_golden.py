@@ -1,4 +1,4 @@
-"""The trees and the learned state of the adaptive drafter, against what was recorded, and with the JIT off."""
+"""The adaptive drafter's trees and learned state match the recorded ones, also with the JIT off."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ PROMPTS = [[1, 2, 3] * 5, [4], [3, 1, 4, 1, 5, 2, 6, 5, 3, 5]]
 
 
 class Model(FakeTarget):
-    """Half predictable text, and logits whose best token stands out a little; many rows at once."""
+    """Half-predictable text, logits whose best token stands out slightly, and batched ``top``."""
 
     def __init__(self, vocabulary, seed=3):
         super().__init__(vocabulary, repetitive_text(vocabulary, seed=seed))
@@ -59,7 +59,7 @@ class Model(FakeTarget):
 
 
 class Noisy:
-    """Noise of a text of numbers: a function of the index."""
+    """Noise of a token sequence, a function of the index."""
 
     start, key = 0, None
 
@@ -71,7 +71,7 @@ class Noisy:
 
 
 class Recorded(Adaptive):
-    """Its states keep every tree that was drafted, with its probabilities."""
+    """A drafter whose states record every drafted tree and its probabilities."""
 
     def start(self, sequence):
         return RecordedState(self, self.state, sequence)
@@ -89,7 +89,7 @@ class RecordedState(AdaptiveDraftState):
 
 
 def decode(name, sampled, new=40, vocabulary=32):
-    """Trees of prompts one after another and of the first two again, together; then what was learned."""
+    """Trees of the prompts one by one, then of the first two as a batch; and the learned state."""
     settings = Recorded(**CONFIGS[name])
     state = AdaptiveState(settings)
     target = Model(vocabulary)
@@ -107,7 +107,7 @@ def decode(name, sampled, new=40, vocabulary=32):
             "pairs",
             "guesses",
             "both",
-        ):  # of a table and a head, which these sequences do not have
+        ):  # for a table and a head, which these sequences lack
             assert not buckets["trials"].any()
             continue
         learned[kind] = [float(buckets[field].sum()) for field in ("hits", "trials", "probability")]
@@ -119,10 +119,10 @@ def decode(name, sampled, new=40, vocabulary=32):
 
 
 def ranked(tokens, parents, probabilities):
-    """The nodes by rank, each as its path of tokens, those of equal probability in one group.
+    """The nodes by rank, each as its path of tokens, with equally probable nodes in one group.
 
-    Which of two equally probable nodes comes first hangs on the last bit of their probabilities, and exp has another
-    last bit on processors with AVX-512 than on those without. Nodes after the last probability are in no group.
+    The order of equally probable nodes depends on the last bit of their probabilities, and the last bit of
+    exp differs between processors with and without AVX-512. Nodes after the last probability are not grouped.
     """
     paths, groups = [], []
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
@@ -136,7 +136,7 @@ def ranked(tokens, parents, probabilities):
 
 
 def compare(trees, learned, expected):
-    """Nodes and their order are equal, numbers up to rounding; of probabilities the sum and the last are kept."""
+    """Nodes and order are equal, numbers up to rounding; only the sum and last probability are recorded."""
     assert len(trees) == len(expected["trees"])
     for (tokens, parents, probabilities), (their_tokens, their_parents, total, last) in zip(
         trees, expected["trees"], strict=True
@@ -156,7 +156,7 @@ def golden():
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_trees_and_state_are_the_recorded_ones(name, sampled, golden):
-    """Recorded when priors and growth last changed; before that, an independent implementation gave the same."""
+    """Recorded when priors and growth last changed; before, an independent implementation gave the same."""
     compare(*decode(name, sampled), golden[f"{name}, {'sampled' if sampled else 'greedy'}"])
 
 
@@ -189,13 +189,13 @@ def test_with_the_jit_off_it_drafts_the_same():
     environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
     folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(folders)
-    # Whole numbers that do not fit would wrap around silently in compiled code.
+    # Integer overflow would wrap around silently in compiled code.
     subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", code], check=True, env=environment)
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_full_tables_drop_their_oldest_entries(sampled):
-    """Small enough that the cache evicts and the corpus starts afresh, also between two sequences' steps."""
+    """Tables so small that the cache evicts and the corpus restarts, also between two sequences' steps."""
     rng = random.Random(1)
     prompts = [[rng.randrange(400) for _ in range(250)] for _ in range(4)]
     state = AdaptiveState(Adaptive(rows=64, max_entries=1000, sources=tuple(SOURCES)))
@@ -266,7 +266,7 @@ def test_requests_of_one_state_may_keep_more_or_fewer_tokens(sampled):
 
 
 def test_seeded_noise_through_the_whole_loop():
-    """Deep trees, so that the noise of many positions is kept; drafted twice, the trees are the same."""
+    """Deep trees keep the noise of many positions, and drafting twice gives the same trees."""
     prompt = [1, 2, 3] * 4
     found = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""How many arrays reach compiled code: ``jit.pack`` and ``jit.unpack_as``."""
+"""Passing many arrays to compiled code: ``jit.pack`` and ``jit.unpack_as``."""
 
 from __future__ import annotations
 

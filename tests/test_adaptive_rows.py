@@ -1,4 +1,4 @@
-"""The rule for the number of rows: a function of tokens and of the cost curve alone."""
+"""The rule for the number of rows depends only on tokens and the cost curve."""
 
 import random
 import subprocess
@@ -23,7 +23,7 @@ CURVES = pytest.mark.parametrize("curve", [FLAT, STEEP, CPU], ids=["flat", "stee
 
 
 class Grown:
-    """A memory with the nodes of a grown tree and a table of costs: what the rule reads."""
+    """The parts of a memory that the rule reads: a grown tree's nodes and a table of costs."""
 
     def __init__(self, probabilities, costs, slopes=None, rate=1.0, bias=1.0):
         self.step, self.tree = np.zeros(1, STEP), self
@@ -31,7 +31,7 @@ class Grown:
         self.nodes["probability"], self.sizes["rows"] = probabilities, len(probabilities)
         self.step["rate"], self.step["bias"] = rate, bias
         self.costs, self.slopes = costs, slopes
-        # Fields by name, as compiled code reads them.
+        # Access fields by name, as compiled code does.
         self.step, self.nodes, self.sizes = (
             part.view(np.recarray) for part in (self.step, self.nodes, self.sizes)
         )
@@ -50,12 +50,12 @@ def test_the_example_in_the_module_is_right():
 
 
 def test_deep_rows_count_less():
-    """Six rows in a chain of depth 5 are expected to give less than six with the same probabilities side by side."""
+    """A chain of six rows is expected to yield less than six shallow rows with the same probabilities."""
     probabilities, costs = [1.0, 0.5, 0.45, 0.4, 0.35, 0.3], np.array([0, 1, 1.3, 1.6, 1.9, 2.2, 2.5])
     wide, deep = Grown(probabilities, costs), Grown(probabilities, costs)
     deep.nodes["depth"] = range(6)
     assert choose(wide) == 6
-    assert choose(deep) == 4  # 0.35 * 0.88 ** 3 = 0.24 is less than the fifth row's 0.3
+    assert choose(deep) == 4  # 0.35 * 0.88 ** 3 = 0.24 is less than the fifth row's cost, 0.3
 
 
 @CURVES
@@ -105,17 +105,17 @@ def test_pauses_grow_until_unused_trees_cost_little_and_end_with_a_draft(draftin
 
 
 def test_one_row_also_costs_the_drafting_of_the_tree_that_it_leaves_unused():
-    """Without it, two rows that cost 0.12, of which 0.08 has been spent, would need a probability of 0.12."""
+    """If the 0.08 already spent were ignored, a second row at 0.12 would need a probability of 0.12."""
     curve = CostCurve({0: {1: 1.0, 2: 1.12, 64: 9.5}}, drafting=0.08)
     state = Adaptive().start(Start([1, 2, 3], 4, vocabulary=64, cost_curve=curve))
     state.draft(64)
     costs = state._grower.memory.costs
     assert choose(Grown([1.0, 0.1], costs)) == 2
     assert choose(Grown([1.0, 0.02], costs)) == 1
-    # The sequence's rate counts it too.
+    # The sequence's rate includes it too.
     state.observe(TokenTree(4), FakeTarget(64).prefill([(0, [1, 2, 3, 4])])[0], [0], [5])
     assert state._rule._cost == pytest.approx(1.08 / 64)
-    # A curve that claims that drafting costs more than the second row must not make two rows cheaper than one.
+    # Even if a curve prices drafting above the second row, two rows must not be cheaper than one.
     state._grower.use_costs(*curve.table(64, 0), drafting=0.5)
     assert state._grower.memory.costs[1] == state._grower.memory.costs[2]
 
@@ -129,7 +129,7 @@ def test_the_window_pays_where_its_rows_bring_more_than_they_cost():
 
 
 class Kept(Adaptive):
-    """Its states are kept, with the rows of every step."""
+    """Keeps its states and the rows of every step."""
 
     states: ClassVar = []
 
@@ -180,7 +180,7 @@ def test_a_fixed_number_of_rows_is_used_whatever_it_costs(rows):
 
 
 def test_rows_are_the_same_next_to_a_busy_process():
-    """No clock: the same request twice, once while another process takes the processor."""
+    """The rule reads no clock: run one request twice, once alongside a busy process."""
     target = FakeTarget(40, repetitive_text(40, seed=5))
     quiet, _ = rows_of(target, CPU)
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])

@@ -1,4 +1,4 @@
-"""The cost curve: measured once, kept where the drafter finds it, read only."""
+"""The cost curve: measured once, saved where the drafter finds it, then only read."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_costs_are_linear_between_points_and_go_on_with_the_last_slope():
 
 def test_the_example_in_the_module_is_right():
     costs, _ = CURVE.table(2, 64, 4)
-    # The table belongs to the first 256 tokens, so it is read at context 0, where the shortest context counts.
+    # The table covers the first 256 tokens, so it is read at context 0, as for the shortest context.
     assert costs[1] == 1.0
     assert costs[2] == pytest.approx((1.3 + 1.6 - 1.2 + 4 * 0.04) / 1.3)
 
@@ -155,7 +155,7 @@ def test_a_model_that_cannot_be_measured_has_the_guess_for_its_device(toy, devic
 
 
 class CapturedTarget(FakeTarget):
-    """Its steps cost what a GPU's do: a clock that the test reads advances by c(k)."""
+    """A target whose steps advance the test's clock by c(k), as steps on a GPU would."""
 
     path = "cuda-graph"
     captures = True
@@ -171,7 +171,7 @@ class CapturedTarget(FakeTarget):
 
 
 def test_a_gpu_reads_its_own_curve_from_the_largest_number_of_rows_on(monkeypatch):
-    """Where rows are free, a slope between few rows would be noise; so 64 rows are measured even if time is short."""
+    """Where rows are free, a slope between few rows is noise, so 64 rows are measured even in a hurry."""
     target = CapturedTarget(CostCurve({0: {1: 1.0, 64: 1.2, 128: 1.9}}))
     monkeypatch.setattr(measure, "perf_counter", lambda: target.now)
     hurried = measure.measure(target, patience=0.0)
@@ -184,7 +184,7 @@ def test_a_gpu_reads_its_own_curve_from_the_largest_number_of_rows_on(monkeypatc
 @pytest.mark.parametrize(
     ("points", "budgets"),
     [
-        ({1: 1.0, 64: 1.2}, {1: 256, 2: 256, 64: 256}),  # a GPU: 128 rows are far below two plain passes
+        ({1: 1.0, 64: 1.2}, {1: 256, 2: 256, 64: 256}),  # a GPU: 128 rows cost far less than two plain passes
         ({1: 1.0, 64: 1.5, 128: 2.5}, {1: 96, 4: 96}),
         ({1: 1.0, 8: 1.7, 16: 2.8}, {1: 10}),  # a CPU
     ],
@@ -198,12 +198,12 @@ def test_a_pass_may_have_as_many_rows_as_two_plain_passes_cost(points, budgets):
 @pytest.mark.parametrize(
     ("on_gpu", "curve", "drafter", "budget"),
     [
-        (True, None, "adaptive", 256),  # the guess
+        (True, None, "adaptive", 256),  # the default
         (False, None, "adaptive", 64),
         (False, CostCurve({0: {1: 1.0, 64: 1.1, 128: 2.0}}), "adaptive", 128),
         (False, CostCurve({0: {1: 1.0, 64: 1.1, 128: 2.0}}), "15,5,15", 128),
         (False, CostCurve({0: {1: 1.0, 64: 1.1, 128: 2.0}}), "5,3,5", 64),  # not measured for few rows
-        (True, CostCurve({0: {1: 1.0, 8: 3.0}}), "15,5,15", 64),  # rows of a GPU that cost much after all
+        (True, CostCurve({0: {1: 1.0, 8: 3.0}}), "15,5,15", 64),  # a GPU on which rows are expensive
     ],
 )
 def test_a_server_takes_its_row_budget_from_the_curve(toy, monkeypatch, on_gpu, curve, drafter, budget):
@@ -249,7 +249,7 @@ def test_measured_steps_have_the_rows_that_were_asked_for():
 
 
 def test_a_slow_model_is_not_held_up(monkeypatch):
-    """After the time is up, two numbers of rows have been measured and no further one."""
+    """When time is up, only two row counts beyond a single row have been measured."""
     measured = measure.measure(FakeTarget(500), patience=0.0)
     assert set(measured.seconds) == {(1, 64, 1), (1, 64, 4), (1, 64, 8)}
 
@@ -266,7 +266,7 @@ print(*(len(entry.signatures) for entry in (grow.grow, learn.learn, learn.append
 
 
 def test_no_text_pays_for_compilation(toy):
-    """What is compiled for a text, however long, is compiled before the first one."""
+    """Everything that completions of any length need is compiled before the first one."""
     source = str(Path(lookahead.__file__).parents[1])
     command = [sys.executable, "-c", ENTRIES_BEFORE_THE_FIRST_TEXT, toy]
     environment = os.environ | {"PYTHONPATH": source}

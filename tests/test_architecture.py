@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: its tree, its import rules, and the way of one prompt through the code."""
+"""docs/architecture.md matches the code: its tree, import rules, and the path of one prompt."""
 
 import re
 import runpy
@@ -36,7 +36,7 @@ def test_the_tree_is_the_one_that_the_code_draws():
 
 
 def test_the_layers_are_those_that_the_page_shows():
-    """Whether the code keeps to them is what import-linter checks (``make lint``)."""
+    """import-linter checks that the code respects the layers (``make lint``)."""
     shown = [set(re.findall(r"`(\w+)`", row[0])) for row in table("Who may import whom")]
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     (layers,) = [contract["layers"] for contract in settings["contracts"] if contract["type"] == "layers"]
@@ -64,7 +64,7 @@ def hops_of(heading):
 
 @contextmanager
 def watched_calls():
-    """The calls of the library's functions in all threads that start inside, in order: (file, qualified name)."""
+    """Calls to library functions in this and newly started threads, in order: (file, qualified name)."""
     called = []
 
     def note(frame, event, argument):
@@ -81,7 +81,7 @@ def watched_calls():
 
 
 def not_called_in_order(hops, called):
-    """The hops that do not come after the hop before."""
+    """The hops not called after the previous hop."""
     rest = iter(called)
     return [hop for hop in hops if hop not in rest]
 
@@ -92,7 +92,7 @@ def test_one_prompt_takes_the_way_that_the_page_shows(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", command)
     from lookahead.cli import main
 
-    lookahead.load("tiny")  # imports are slow while calls are noted
+    lookahead.load("tiny")  # imports are slow while calls are recorded
     with watched_calls() as called, pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0

@@ -1,7 +1,7 @@
-"""Every attention backend against the definition in float64; the kernel runs in triton's interpreter here.
+"""Every attention backend matches the float64 reference. Without a GPU, Triton's interpreter runs the kernel.
 
-Outputs are filled with NaN before each run, and so is all of the cache that no row may see; for sdpa, which
-multiplies it by 0, it is filled with large numbers.
+Outputs are filled with NaN before each run, as are all cache entries that no row may see; for sdpa, which
+multiplies these by 0, they are large numbers.
 """
 
 import functools
@@ -42,7 +42,7 @@ def sdpa(key, value, **given):
 def problem(
     rows=5, lengths=(37,), heads=4, kv_heads=2, size=64, value_size=None, dtype=torch.float32, seed=0, spare=3
 ):
-    """Random tensors and random trees; what must not be seen is NaN."""
+    """Random tensors and trees; entries that no row may see are NaN."""
     numbers, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     batch, capacity = len(lengths), max(lengths) + rows + spare
 
@@ -107,13 +107,13 @@ def test_contexts_past_the_ends_of_blocks(attend, lengths):
 
 def test_a_context_of_32k(attend):
     given = problem(rows=3, lengths=(32_701,), heads=1, kv_heads=1, dtype=torch.float16)
-    given["query"] *= 3  # so that single keys of the far past weigh
+    given["query"] *= 3  # so that single distant keys matter
     assert_matches(attend, given)
 
 
 @pytest.mark.parametrize("length", [0, 3, 64, 300])
 def test_a_cache_with_far_more_room_than_text(attend, length):
-    """A captured graph serves all lengths of a capacity."""
+    """A captured graph serves all lengths up to a capacity."""
     assert_matches(attend, problem(rows=5, lengths=(length,), spare=2000 - length))
 
 
@@ -172,7 +172,7 @@ def test_sinks_equal_the_reference(attend, window):
 def test_other_value_sizes_and_strides(attend):
     given = problem(rows=5, size=96, value_size=64)
     assert_matches(attend, given)
-    given["query"] = given["query"].transpose(1, 2).contiguous().transpose(1, 2)  # as models hand it over
+    given["query"] = given["query"].transpose(1, 2).contiguous().transpose(1, 2)  # as models pass it
     wide = torch.full((3, *given["key"].shape), torch.nan, device=DEVICE)
     wide[1] = given["key"]
     given["key"] = wide[1]
@@ -187,7 +187,7 @@ def test_sequences_in_any_slot_of_the_cache(attend, slots):
         cache[list(slots)] = given[name]
         given[name] = cache
     given["slots"] = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
-    if slots[0] == slots[1]:  # as in a step that is padded with copies of a sequence
+    if slots[0] == slots[1]:  # as in a step padded with copies of a sequence
         for name in ("query", "lengths", "words", "depths"):
             given[name][0] = given[name][1]
     assert_matches(attend, given)
@@ -195,14 +195,14 @@ def test_sequences_in_any_slot_of_the_cache(attend, slots):
 
 def test_large_scores_do_not_overflow(attend):
     given = problem(rows=4, lengths=(40,))
-    given["query"] *= 60  # scores of some hundreds, each rounded to 1e-5 or so
+    given["query"] *= 60  # scores in the hundreds, rounded to about 1e-5
     assert_matches(attend, given, tolerance=10)
 
 
 def test_the_comparison_finds_a_wrong_mask(attend):
     given = problem(rows=6, lengths=(40,))
     wrong = dict(given, words=given["words"].clone())
-    wrong["words"][0, 5, 0] ^= 2  # one row sees another row more, or less
+    wrong["words"][0, 5, 0] ^= 2  # one row sees one row more or fewer
     out = attend(**wrong)
     expected = attention.get("reference")(**given)
     assert (out[:, :, :5] - expected[:, :, :5]).abs().max() < 1e-4
@@ -246,7 +246,7 @@ def test_what_cannot_be_computed_is_refused():
 
 @pytest.mark.skipif(not attention.has_triton(), reason="triton is not installed")
 def test_launches_say_whether_products_are_fused(monkeypatch):
-    """Triton warns where that is left open, and a warning is an error here."""
+    """Triton warns if this is unspecified, and warnings are errors here."""
     module, launches = importlib.import_module("lookahead.attention.triton"), []
 
     class Kernel:

@@ -1,8 +1,8 @@
-"""The kernels compiled to machine code for real cards; triton needs no GPU for that, only to run it.
+"""The kernels compile to machine code for real GPUs; Triton needs a GPU only to run it.
 
-The interpreter takes more than the compiler does. Run as a script this compiles all cases, with the triton that is on
-the path; torch pins another one for each of its versions. The tests start it in a process of its own, because kernels
-made for the interpreter cannot be compiled.
+The interpreter accepts more than the compiler does. Run as a script, this file compiles all cases with the
+Triton on the path; each version of torch pins a different one. The tests run it in a separate process because
+kernels made for the interpreter cannot be compiled.
 """
 
 import os
@@ -13,9 +13,9 @@ import pytest
 
 from lookahead import attention
 
-#: KB of shared memory of a program, by compute capability: Turing, A100, RTX 30, RTX 40, H100, B200, RTX 50.
+#: Shared memory per program in KB, by compute capability: Turing, A100, RTX 30, RTX 40, H100, B200, RTX 50.
 SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-#: (dtype, head size, window and soft-capping, compute capability, rows of a tile)
+#: (dtype, head size, window and soft-capping, compute capability, rows per tile)
 CASES = [
     ("fp16", 128, False, 75, 480),
     ("bf16", 80, True, 80, 480),
@@ -43,7 +43,7 @@ def compiled(kernel, constants, capability, dtype, **options):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    # ``slots`` are int32 for trees; exact mode has one for each row, in int64 as its other numbers.
+    # ``slots`` are int32 for trees; exact mode has one per row, in int64 like its other numbers.
     typed = POINTERS | {"slots": "*i64" if "positions" in kernel.arg_names else "*i32"}
     typed |= dict.fromkeys(("query", "key", "value", "out", "sinks"), f"*{dtype}")
     typed |= {"scale": "fp32", "softcap": "fp32"} | dict.fromkeys(constants, "constexpr")
@@ -91,7 +91,7 @@ def compile_case(dtype, size, extras, capability, members):
     assert merge.asm["cubin"]
     assert rows.asm["cubin"]
     if capability == 90 and members > 64:
-        assert "wgmma" in parts.asm["ptx"]  # the matrix unit of such a card, not that of the one before
+        assert "wgmma" in parts.asm["ptx"]  # this GPU's matrix unit, not the previous generation's
     if capability == 100 and members > 64:
         assert "tcgen05" in parts.asm["ptx"]
     used = max(parts.metadata.shared, rows.metadata.shared)
@@ -105,7 +105,7 @@ def compile_case(dtype, size, extras, capability, members):
 @pytest.mark.skipif(not attention.has_triton(), reason="triton is not installed")
 def test_the_kernels_compile_with_triton(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)  # compiled each time, or nothing would be tested
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)  # forces compilation, or nothing would be tested
     run = subprocess.run(
         [sys.executable, __file__, "--few"], env=environment, capture_output=True, text=True, check=False
     )

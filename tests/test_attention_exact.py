@@ -1,6 +1,6 @@
-"""The kernel of exact mode: the function in torch is its definition, and a row's bits know of no other row.
+"""The exact-mode kernel matches its reference in torch, and a row's bits do not depend on other rows.
 
-It runs in triton's interpreter here, and is compiled for real cards in ``test_attention_compile``.
+It runs in Triton's interpreter without a GPU; ``test_attention_compile`` compiles it for real GPUs.
 """
 
 import importlib
@@ -29,7 +29,7 @@ def kernel():
 
 
 def problem(dtype=torch.float32, heads=4, kv_heads=2, size=32, value_size=None, seed=0):
-    """One row at each position behind what is committed of its slot; what no row may see is NaN."""
+    """One row at each position, after its slot's committed rows; entries that no row may see are NaN."""
     numbers, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     key = torch.randn(2, kv_heads, 2 * exact.PAGE, size, generator=generator).to(dtype)
     value = torch.randn(2, kv_heads, 2 * exact.PAGE, value_size or size, generator=generator).to(dtype)
@@ -94,10 +94,10 @@ def test_a_row_has_the_same_bits_in_any_place_and_company(kernel, dtype):
 
 
 def test_texts_are_those_of_plain_decoding(kernel, monkeypatch):
-    """A model's certificate holds with the kernel, and drafting changes no token and no bit of its choice."""
+    """A model passes the certificate with the kernel, and drafting changes no token."""
     model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=512).to(DEVICE, torch.bfloat16)
     facts, hook = ModelFacts(model), TreeAttention(model, kernel)
-    monkeypatch.setattr(certificate, "PREFIX", 100)  # the interpreter takes its time
+    monkeypatch.setattr(certificate, "PREFIX", 100)  # the interpreter is slow
     monkeypatch.setitem(ROWS, "cpu", 4)
     assert certificate.certificate(model, facts, hook) is None
     found = assert_same_as_autoregressive(

@@ -1,4 +1,4 @@
-"""Tree attention inside real transformers models: the same text, no mask, every layer counted."""
+"""Tree attention inside real transformers models: same completion, no mask, every layer checked."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_same_text_and_no_mask(family, monkeypatch):
         return honest(*given, **named)
 
     attention.attend = count
-    monkeypatch.setattr(module, "attention_masks", None)  # whoever makes a mask now fails
+    monkeypatch.setattr(module, "attention_masks", None)  # building a mask now fails
     target = CudaGraphTarget(model, facts, attention)
     generations = assert_same_as_autoregressive(target, PROMPTS, "5,4,7", 40)
     assert sum(g.stats.accepted for g in generations) > 0

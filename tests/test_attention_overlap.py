@@ -1,4 +1,4 @@
-"""What runs between the launch of a step and the first look at its logits: its place, and that no text changes."""
+"""Work between the launch of a step and the first read of its logits: its timing, with unchanged output."""
 
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ PROMPTS = [[1, 2, 3, 4, 5, 6, 3, 4], [5, 6, 7, 8, 1, 2, 3]]
 
 
 class Launching(FakeTarget):
-    """Notes when a step is launched and when its logits are first read."""
+    """Logs when a step is launched and when its logits are read."""
 
     def __init__(self, log):
         super().__init__()
@@ -39,7 +39,7 @@ class Launching(FakeTarget):
 
 
 class Busy(Lookahead):
-    """Its state does what it can while the device works, and says which tree that was."""
+    """A drafter whose state logs its overlapped work and remembers the tree."""
 
     def start(self, sequence):
         return BusyState(self, sequence)
@@ -92,12 +92,12 @@ def test_noise_drawn_ahead_is_the_noise_that_would_have_been_drawn():
     ahead, asked_ahead = text(True)
     assert ahead.tokens == plain.tokens
     assert ahead.stats.accepted > 0
-    assert not asked  # on a CPU, a token is found without the noise of every other token
+    assert not asked  # on a CPU, a token is chosen without the noise of all other tokens
     assert len(asked_ahead) > len(asked)
 
 
 class Tensors(FakeTarget):
-    """Rows as tensors, as a model gives them; a best token that stands out, so that drafts are accepted."""
+    """Returns rows as tensors, as a model does; the best token stands out, so drafts are accepted."""
 
     def prefill(self, prompts):
         return self._as_tensors(super().prefill(prompts))

@@ -1,4 +1,4 @@
-"""The base table: built from a model's own text, found by the last tokens, and never trusted when read from disk."""
+"""The base table: built from a model's own text, found by the last tokens, and validated when loaded."""
 
 import json
 import zlib
@@ -39,7 +39,7 @@ def texts(count=30, seed=0, length=40):
 
 
 def slow_entries(given):
-    """context -> (count, token -> probability), by the definition and with dictionaries."""
+    """context -> (count, token -> probability), computed naively with dictionaries."""
     sums, counts = defaultdict(lambda: defaultdict(float)), defaultdict(int)
     for text in given:
         whole = [*text.prompt, *text.completion]
@@ -265,7 +265,7 @@ def test_without_text_there_is_no_table(tmp_path):
 
 
 def own_text(target, count=20, length=40):
-    """What a target writes by itself, as a model's own text."""
+    """A target's plain completions, as a model's own text."""
     for number in range(count):
         prompt = [number % 32, (7 * number + 3) % 32, (5 * number + 1) % 32]
         (sequence,) = run(target, [Request(prompt, Plain(), length)])

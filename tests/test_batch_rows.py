@@ -1,4 +1,4 @@
-"""Models with recurrent or convolutional state draft by batch rows: the text is that of model.generate."""
+"""Models with recurrent or convolutional state draft by batch rows and match model.generate."""
 
 import functools
 
@@ -26,7 +26,7 @@ DELTA = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SSM = {"mamba_d_state": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 64}
 ALONE = {"n_groups": 1, "head_dim": 16, "chunk_size": 64}
-#: Drafted by batch rows. The first four are tried in every way.
+#: Drafted by batch rows. The first four are tested in every way.
 DRAFTED = {
     "mamba2": {"state_size": 8, "num_heads": 8, **ALONE},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -45,7 +45,7 @@ DRAFTED = {
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
 }
 FAMILIES = tuple(DRAFTED)[:4]
-#: One row a step: the scan of many tokens begins without the state, or clamps where the recurrence does not.
+#: One row per step: a multi-token scan starts without the state, or clamps where the recurrence does not.
 ONE_ROW = {
     "mamba": {"state_size": 8},
     "jamba": {
@@ -76,7 +76,7 @@ ONE_ROW = {
         "head_dim": 16,
     },
 }
-#: Their state is not in the cache that they are given.
+#: They keep their state outside the given cache.
 REFUSED = {
     "rwkv": {"attention_hidden_size": 64},
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 64, "attention_window_size": 16, "head_dim": 16},
@@ -115,7 +115,7 @@ model_of = functools.cache(build)
 
 def prompts():
     half = torch.randint(3, 96, (2, 11), generator=torch.Generator().manual_seed(1))
-    ids = torch.cat([half, half], dim=1)  # repeats itself, so that there is something to draft
+    ids = torch.cat([half, half], dim=1)  # repetitive, so that there is something to draft
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     ids[0, :4] = 0
@@ -180,9 +180,9 @@ def test_an_end_token_inside_an_accepted_path():
 
 
 def follow(family):
-    """Compare logits with causal passes, however the state was brought along.
+    """Compare logits with causal passes for every way of carrying the state over.
 
-    Rows kept, tokens pending in the next pass, absorbed by a pass of their own and by a step of one row.
+    Rows are kept; pending tokens go into the next pass, a separate pass, or a single-row step.
     """
     model = model_of(family)
     target = BatchRowsTarget(model)
@@ -215,11 +215,11 @@ def follow(family):
     step(bush, [0, 2, 7])  # a whole path, but its row is padded
     step(bush, [0], slots=(1,))
     assert pending() == [3, 4]
-    step([0, 1, 2], [0, 1, 2, 3])  # one row, filled, behind pending tokens
+    step([0, 1, 2], [0, 1, 2, 3])  # one row, filled, after pending tokens
     assert pending() == [0, 0]
     step(bush, [0, 2])
     step([0, 1], [0, 1])
-    step([], [0], slots=(0,))  # a step of one row takes pending tokens in
+    step([], [0], slots=(0,))  # a single-row step absorbs pending tokens
     assert pending() == [0, 4]
     step([0, 1], [0])
     assert pending() == [1, 5]

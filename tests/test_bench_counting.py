@@ -1,4 +1,4 @@
-"""The benchmark's counting, equality and resume, on a target whose compression ratio is known."""
+"""The benchmark's counting, equality checks and resume, on a target of known compression ratio."""
 
 import json
 from contextlib import suppress
@@ -26,12 +26,12 @@ CYCLE = list(range(16))
 
 
 def cycling():
-    """Counts 0..15 over and over: prompt lookup drafts ten tokens and all of them are right."""
+    """Counts 0..15 repeatedly, so prompt lookup drafts ten tokens and all are accepted."""
     return ModelUnderTest("fake", FakeTarget(16, lambda prefix: (prefix[-1] + 1) % 16))
 
 
 def test_a_known_compression_ratio_is_counted():
-    # 1 token from the prefill and 3 steps of 10 drafted tokens and a bonus token.
+    # 1 token from the prefill, and 3 steps of 10 drafted tokens plus a bonus token.
     records = run(["prompt-lookup"], [CYCLE * 2], cycling(), RunOptions(max_new_tokens=34))
     plain, ours = records
     assert (plain["method"], plain["steps"], plain["rows"], plain["new_tokens"]) == (
@@ -97,7 +97,7 @@ def test_warm_state_begins_anew_with_every_repeat():
 
 
 def test_warm_state_does_not_reach_another_workload():
-    """Two workloads may hold the same prompt."""
+    """Two workloads may contain the same prompt."""
     one, two = Prompt("1", "a", ("x",)), Prompt("1", "b", ("x",))
     model = cycling()
     model.tokenizer = Numbers()
@@ -107,7 +107,7 @@ def test_warm_state_does_not_reach_another_workload():
 
 
 class Numbers:
-    """A tokenizer of one text."""
+    """A tokenizer that encodes every text alike."""
 
     chat_template = None
 
@@ -119,7 +119,7 @@ class Numbers:
 
 
 class Liar(Method):
-    """Says what plain decoding does not."""
+    """Plain decoding's tokens with one changed."""
 
     label, settings = "liar", {}
 
@@ -152,7 +152,7 @@ def test_broken_verification_is_found(accept_a_wrong_node):
 
 @pytest.mark.parametrize("name", ["hf-greedy", "hf-prompt-lookup", "plain", "lookahead:4,3,4"])
 def test_one_counter_for_both_sides(name):
-    """Steps are the forward passes of the target after the first, whoever drives it."""
+    """Steps are the target's forward passes after the first, whichever library drives it."""
     module = tiny_model(seed=3)
     model = ModelUnderTest.of(LLM(module), "transformers")
     passes, wrapped = [], module.forward
@@ -271,7 +271,7 @@ def test_a_prompt_too_long_for_the_model_is_left_out_and_counted():
 
 
 class Peer(Method):
-    """Another library that decodes as plain decoding does, until it fails."""
+    """Another library that matches plain decoding until it fails."""
 
     of_another_library = True
     label = "llamacpp-greedy:x.gguf"
@@ -294,7 +294,7 @@ PROMPTS = [CYCLE * 2, CYCLE * 3, CYCLE * 4]
 
 
 def test_a_peer_that_crashes_says_why_and_the_rest_is_made(tmp_path):
-    """The warm-up is its first call, so the third is the second prompt; after it, no further prompt is tried."""
+    """The warm-up is its first call, so the third is the second prompt; it fails, and no other is tried."""
     peer = Peer({3}, RuntimeError("llama_decode returned -1 for /home/me/models/x.gguf | " + "x" * 300))
     options, store = RunOptions(max_new_tokens=34), Records(tmp_path)
     records = run([peer, "prompt-lookup"], PROMPTS, cycling(), options, store)
@@ -350,7 +350,7 @@ def test_a_peer_that_cannot_start_has_a_line_without_figures(tmp_path):
 
 
 def test_a_peer_that_ended_the_process_is_left_out_of_the_next_run(tmp_path):
-    """Its label stays in a file, which a decode that returns, raises or is interrupted removes."""
+    """Its label stays in a file that is removed if a decode returns, raises or is interrupted."""
     options, store, mark = (
         RunOptions(max_new_tokens=34),
         Records(tmp_path / "new"),
@@ -464,7 +464,7 @@ def test_spec_bench_rows(tmp_path):
     assert choice["decoding_steps"] == [4]
     assert choice["accept_lengths"] == [1, 11, 11, 11]
     assert choice["wall_time"] == [pytest.approx(ours[0]["prefill_seconds"] + ours[0]["decode_seconds"])]
-    # Spec-Bench's evaluation takes the sum of tokens over the sum of times, and the mean of accept_lengths.
+    # Spec-Bench's evaluation divides total tokens by total time, and averages accept_lengths.
     assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"])
     files = write_answers(records, tmp_path)
     assert sorted(f.name for f in files) == [
@@ -474,7 +474,7 @@ def test_spec_bench_rows(tmp_path):
     assert json.loads(files[1].read_text()) == row
 
 
-# ---------------------------------------------------------------- packed weights, which no module of torch holds
+# ---------------------------------------------------------------- packed weights, outside any torch module
 
 
 @pytest.fixture(scope="module")
@@ -523,7 +523,7 @@ def test_a_page_of_packed_weights_has_its_figures(packed):
 
 
 def test_assisted_generation_counts_the_target_alone(tmp_path):
-    """A draft model equal to the target has every draft accepted, and the text is the target's own."""
+    """A draft model equal to the target has every draft accepted; the completion matches the target's."""
     module = tiny_model(seed=3)
     module.save_pretrained(tmp_path / "draft")
     model = ModelUnderTest.of(LLM(module), "transformers")

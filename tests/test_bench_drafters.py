@@ -1,4 +1,4 @@
-"""Drafters that serve the comparison only (``benchmarks/drafters``): each leaves the output as it is."""
+"""Drafters used only for comparison (``benchmarks/drafters``): none of them changes the output."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from lookahead.testing import tiny_model
 from test_light_head import weights
 
 PROMPTS = ([5, 6, 7], [9, 1, 44, 9, 1])
-#: Tokens of the tiny model, and numbers of its hidden state.
+#: Vocabulary size and hidden size of the tiny model.
 VOCABULARY, HIDDEN = 96, 64
 
 
@@ -40,7 +40,7 @@ def texts(llm, drafter, **options):
 
 
 def check(llm, drafter, rows):
-    """The texts are those of plain decoding, greedy and sampled; returns the greedy ones."""
+    """Compare with plain decoding, greedy and sampled; return the greedy completions."""
     for options in ({"temperature": 0.8, "seed": 3}, {}):
         plain, drafted = texts(llm, Plain(), **options), texts(llm, drafter, **options)
         assert [text.tokens for text in drafted] == [text.tokens for text in plain]
@@ -74,7 +74,7 @@ def test_a_static_tree_is_exact(llm, rows, tmp_path, monkeypatch):
 def test_rest_is_exact(llm, rows):
     stored = [text.tokens for text in texts(llm, Plain())]
     drafted = check(llm, Rest(rows, Datastore(stored)), rows)
-    assert all(text.stats.compression_ratio > 1.5 for text in drafted)  # its own texts are found
+    assert all(text.stats.compression_ratio > 1.5 for text in drafted)  # found in the datastore
 
 
 def test_the_datastore_finds_the_longest_suffix():
@@ -114,7 +114,7 @@ def test_eagle_is_exact(llm, eagle, rows):
 
 
 def test_rows_of_a_tree_read_what_they_read_in_a_text(eagle):
-    """Drafting level by level with keys and values kept is one pass over the whole text."""
+    """Chunked reads with cached keys and values match one pass over the whole text."""
     generator = torch.Generator().manual_seed(1)
     states, tokens = torch.randn(1, 6, HIDDEN, generator=generator), [7, 8, 9, 10, 11, 12]
     mask = torch.ones(6, 6, dtype=torch.bool).tril()

@@ -1,4 +1,4 @@
-"""llama.cpp beside us: its passes are counted like ours, on a stand-in for the package that is never a dependency."""
+"""The llama.cpp peer: passes are counted like ours, on a stub of the package, which is never a dependency."""
 
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -16,7 +16,7 @@ from lookahead.testing import FakeTarget
 
 
 class Llama:
-    """Counts 0..15 over and over, as the package would: a pass, then the tokens that it gives."""
+    """Counts 0..15 repeatedly, in the package's order: a pass, then the tokens it yields."""
 
     def __init__(self, path, n_ctx, n_threads, n_threads_batch, draft_model, logits_all, verbose):
         assert n_threads == n_threads_batch
@@ -50,7 +50,7 @@ class Draft:
 
 @pytest.fixture
 def model(monkeypatch, tmp_path):
-    """A model under test that came from a GGUF file, the package being there."""
+    """A model under test from a GGUF file, with the stub package installed."""
     package, speculative = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")
     package.Llama, speculative.LlamaPromptLookupDecoding = Llama, Draft
     monkeypatch.setitem(sys.modules, "llama_cpp", package)
@@ -74,7 +74,7 @@ def test_passes_are_counted_as_ours_are(model):
     )
     figures = ("new_tokens", "prefill_tokens", "steps", "rows", "step_tokens")
     assert [greedy[name] for name in figures] == [plain[name] for name in figures]
-    # One token of the prefill, then ten drafted ones and a bonus token in each of three steps.
+    # One token from prefill, then ten drafted tokens and a bonus token in each of three steps.
     assert [lookup[name] for name in figures] == [34, 1, 3, 33, [11, 11, 11]]
     assert greedy["settings"] == {"llama-cpp-python": "1.2.3"}
     assert greedy["equal"] is None

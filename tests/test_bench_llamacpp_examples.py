@@ -1,4 +1,4 @@
-"""What llama.cpp's examples print of themselves, read as passes and tokens."""
+"""Passes and tokens, parsed from the output of llama.cpp's examples."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a small local task: the same texts as its own `hf` model class."""
+"""lm-evaluation-harness on a small local task: completions equal those of its `hf` class."""
 
 import json
 from importlib.util import find_spec

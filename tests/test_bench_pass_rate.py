@@ -1,4 +1,4 @@
-"""Model-written programs run with limits; a pass rate counts what passes."""
+"""Model-written programs run under limits; a pass rate counts successes."""
 
 import pytest
 
@@ -49,4 +49,4 @@ def test_no_network_is_reachable_where_the_system_can_take_it_away():
     assert pass_rate.passes(PROBLEM, HEAD + names)
     assert pass_rate.passes(
         PROBLEM, HEAD + dial
-    )  # the loopback interface is not up, but has no way out either
+    )  # the loopback interface is down, and has no route out anyway

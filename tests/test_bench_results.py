@@ -1,4 +1,4 @@
-"""Pictures, step costs, and the command line."""
+"""Plots, step costs, and the bench commands."""
 
 import json
 
@@ -33,10 +33,10 @@ def folder(tmp_path_factory):
 
 
 def clipped_texts(figure):
-    """Texts that leave the picture, or that are too small to read."""
+    """Labels that leave the figure, or that are too small to read."""
     figure.canvas.draw()
     renderer, page = figure.canvas.get_renderer(), figure.bbox
-    not_drawn = set()  # ticks that matplotlib keeps beyond the ends of an axis
+    not_drawn = set()  # ticks that matplotlib keeps outside the axis limits
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
         low, high = sorted(axis.get_view_interval())
         for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]:
@@ -68,7 +68,7 @@ def test_the_picture_is_drawn_and_can_be_read(folder):
 
 
 def test_colours_can_be_told_apart():
-    """Okabe and Ito's, and no two of the first fifteen lines alike."""
+    """Okabe and Ito's palette; the first fifteen lines all differ."""
     assert set(plotting.COLOURS) < {
         "#000000",
         "#E69F00",
@@ -99,7 +99,7 @@ def test_step_costs_are_a_table_and_a_plot(path, tmp_path):
 
 
 class Words:
-    """A tokenizer of numbers, so that a tiny model can be asked."""
+    """A minimal tokenizer, so that a tiny model can be prompted."""
 
     chat_template = None
 
@@ -193,7 +193,7 @@ def test_pages_show_no_path_of_this_machine(monkeypatch):
     "command", [["--limit", "1", "--max-new-tokens", "8", "--repeats", "1"], ["step-cost"]]
 )
 def test_without_matplotlib_the_plots_alone_are_left_out(command, tmp_path, monkeypatch):
-    """One line before anything is measured, and the command succeeds."""
+    """A message is printed, and the command still succeeds."""
     from lookahead import bench
 
     model = ModelUnderTest.of(LLM(tiny_model(), Words()))
@@ -228,7 +228,7 @@ def test_bench_decodes_in_the_dtype_that_other_commands_choose(monkeypatch, tmp_
 
 
 def test_step_cost_measures_a_file_as_it_packs_its_weights(tmp_path):
-    """And where a dtype asks for decoded weights, a line says so."""
+    """With --dtype, a message says that decoded weights are used."""
     file = tmp_path / "small.gguf"
     write_gguf(file, "llama", ("Q4_0",), seed=1)
     words = ["step-cost", file, "--contexts", "16", "--rows", "1,2", "--out", tmp_path / "out"]

@@ -1,4 +1,4 @@
-"""Loaders on small files, the standard library as a workload, and input that is wrong."""
+"""Loaders on small files, the standard library as a workload, and invalid input."""
 
 import json
 

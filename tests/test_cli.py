@@ -1,4 +1,4 @@
-"""The command line on a tiny checkpoint: what it prints, what it writes, and how it says what went wrong."""
+"""The command line on a tiny checkpoint: what it prints, what it writes, and its error messages."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def call(*args, stdin=None):
 
 
 def refused(match, *args, status=2, **kwargs):
-    """One line, ``error: ...``, and nothing else; returns it."""
+    """Expect only one line, ``error: ...``, and return it."""
     code, out, err = call(*args, **kwargs)
     assert code == status, err
     assert out == ""
@@ -178,7 +178,7 @@ def test_tokens_of_a_step_share_a_colour(model, llm):
 
 
 def test_demo_streams_texts_and_prints_a_table(model, llm, tmp_path):
-    """Every text of the folder, then a table of which no cell is empty."""
+    """A completion per prompt file, then a table without empty cells."""
     for name, text in (("1-one", PROMPT), ("2-two", "hello\nyou")):
         (tmp_path / f"{name}.txt").write_text(text)
     options = ("--max-new-tokens", 12, "--dtype", "float32")
@@ -314,7 +314,7 @@ def test_resume_refuses_other_settings_by_name(model, tmp_path):
     assert lines(out)[0]["new_tokens"] == 5
     assert len(lines(out)) == 2
     out.write_text(first)
-    # What no result depends on may differ, and the settings of the newest run count from now on.
+    # Settings that affect no result may differ; from now on the latest run's settings apply.
     assert call(*base, *other, "--threads", 1)[0] == 0
     refused("--mix-settings needs --resume", *base, "--mix-settings")
 
@@ -375,7 +375,7 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
     assert out.read_bytes().endswith(b"\n")
     (line,) = stderr.strip().splitlines()
     assert f"interrupted: {len(done)} of 400 prompts have results in {out}" in line
-    # Going on with a shorter input, so that the test stays short.
+    # Resume with a shorter input to keep the test short.
     prompts(source, *[{"id": i, "prompt": PROMPT[i % 20 :]} for i in range(len(done) + 2)])
     assert call(*command, "--resume")[0] == 0
     assert lines(out)[: len(done)] == done
@@ -541,9 +541,9 @@ def test_doctor_describes_machine_and_model(model):
     code, out, _ = call("doctor", model, "--json")
     report = json.loads(out)
     assert code == 0
-    number = torch.__version__.partition("+")[0]  # the metadata of PyPI's CUDA builds leaves out +cu130
+    number = torch.__version__.partition("+")[0]  # PyPI's CUDA builds omit +cu130 from their metadata
     assert report["versions"]["torch"] in (torch.__version__, number)
-    assert report["versions"]["huggingface-hub"]  # whose metadata has an underscore
+    assert report["versions"]["huggingface-hub"]  # its metadata has an underscore
     assert report["machine"]["threads"] == torch.get_num_threads()
     assert report["machine"]["torch_capability"]
     assert (report["model"]["probe"], report["model"]["context"]) == ("tree", 256)
@@ -619,7 +619,7 @@ def test_help_shows_what_an_option_takes_in_words_and_nothing_for_a_flag(words):
 
 @pytest.mark.parametrize(("words", "status"), [(["--help"], 0), ([], 2)])
 def test_serve_without_its_extra(words, status):
-    """--help is shown, with the command that installs what is missing; without it that command is the error."""
+    """--help includes the pip command for the missing extra; without --help, the error message does."""
     code = (
         f"import sys; sys.modules['fastapi'] = None; from lookahead.cli import app; app({['serve', *words]})"
     )
@@ -640,7 +640,7 @@ def test_a_shell_completes_commands_and_options():
 
 
 def test_a_field_of_the_options_is_an_option_of_the_commands():
-    """One place: what is declared in a dataclass is in the help, and reaches the command."""
+    """A field declared in a dataclass appears in the help and reaches the command."""
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class More(Options):
@@ -697,7 +697,7 @@ def test_the_help_of_generate_has_four_groups_and_ten_options():
 
 
 def test_the_command_itself_in_a_process():
-    """As a user runs it: an error without a traceback, and a reader that leaves early."""
+    """No traceback on an error, nor when the reader has closed the pipe."""
     command = [sys.executable, "-m", "lookahead", "generate"]
     wrong = subprocess.run([*command, "--prompt", "x", "--drafter", "1,2"], capture_output=True, text=True)
     assert wrong.returncode == 2
@@ -714,7 +714,7 @@ def test_the_command_itself_in_a_process():
 @pytest.mark.parametrize("words", ["--help", "generate MODEL --prompt x --max-new-tokens 2"])
 @pytest.mark.parametrize("stdout", [">/dev/full", ">&-"])
 def test_an_output_that_cannot_be_written_is_one_line(words, stdout, tmp_path):
-    model = tmp_path / "model.gguf"  # it starts faster than a model of transformers
+    model = tmp_path / "model.gguf"  # starts faster than a transformers model
     write_gguf(model, "llama", "Q4_0")
     command = f"{sys.executable} -m lookahead {words.replace('MODEL', str(model))} {stdout}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
@@ -798,7 +798,7 @@ def test_a_warm_file_of_another_model_is_refused(model, tmp_path):
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch is asked for GPUs")
 def test_a_gguf_file_is_decoded_without_importing_torch_or_transformers(tmp_path):
-    """Each import takes a second of a start."""
+    """Each import adds a second to startup."""
     path = tmp_path / "model.gguf"
     write_gguf(path, "llama", "Q4_0")
     code = (

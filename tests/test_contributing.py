@@ -1,4 +1,4 @@
-"""The worked examples of CONTRIBUTING.md run, and its links lead somewhere; CHANGELOG.md's too."""
+"""Worked examples in CONTRIBUTING.md run; its links and CHANGELOG.md's point to existing files."""
 
 import ast
 import re
@@ -47,7 +47,7 @@ def test_the_example_drafter_passes_the_linters_as_a_file_of_the_library(tmp_pat
     (code,) = [code for title, code in EXAMPLES if title == "A drafter"]
     file = ROOT / "src" / "lookahead" / "drafters" / "bigram.py"
     (tmp_path / "bigram.py").write_text(code)
-    assert ast.get_docstring(ast.parse(code))  # as tests/test_structure.py asks of every module
+    assert ast.get_docstring(ast.parse(code))  # test_structure.py requires one in every module
     programs = [
         ["ruff", "check", "--stdin-filename", str(file), "-"],
         ["ruff", "format", "--check", "--stdin-filename", str(file), "-"],

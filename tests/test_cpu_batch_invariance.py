@@ -1,4 +1,4 @@
-"""Compiled passes are batch-invariant: a row has the same bits in a tree, alone, and on any number of threads."""
+"""Compiled passes are batch-invariant: rows are bit-identical in a tree, alone, and for any thread count."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def compiled(family: str = "llama", dtype: torch.dtype = torch.float32, **change
 def compiled_twice(
     family: str = "llama", dtype: torch.dtype = torch.float32, **changes: object
 ) -> tuple[CpuTarget, CpuTarget]:
-    """Two targets on one model, each with a cache of its own; the model is checked and compiled once."""
+    """Two targets on one model, each with its own cache; the model is checked and compiled once."""
     model = tiny(family, dtype, **changes)
     target, other = make_target(model, capacity=4), make_target(model, capacity=4)
     assert isinstance(target, CpuTarget), target.reason
@@ -71,7 +71,7 @@ def of_kind(kind: str, family: str = "llama", **changes: object) -> CpuTarget:
 
 
 def random_tree(seed: int, rows: int) -> TokenTree:
-    """A random tree; its rows are not in the order of depths, and paths have gaps."""
+    """A random tree whose rows are not ordered by depth and whose paths have gaps."""
     draw = random.Random(seed)
     tree = TokenTree(seed % VOCABULARY)
     while len(tree) < rows:
@@ -90,7 +90,7 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
 @DTYPES
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trees_rows_have_the_bits_of_plain_decoding(family: str, dtype: torch.dtype) -> None:
-    """Steps of 1 to 70 rows, of two sequences together, after commits of paths with gaps; no row differs in a bit."""
+    """Rows are bit-identical in steps of 1 to 70 rows of two sequences, after commits of paths with gaps."""
     target, alone = compiled_twice(family, dtype)
     lengths = {0: 3, 1: 13}
     for slot, length in lengths.items():
@@ -115,7 +115,7 @@ def test_a_trees_rows_have_the_bits_of_plain_decoding(family: str, dtype: torch.
 
 @pytest.mark.parametrize("kind", ["vectors", "pairs", "tiles"])
 def test_every_kind_of_product_has_these_bits(kind: str) -> None:
-    """As on processors with or without matrix tiles."""
+    """For processors with and without matrix tiles."""
     if kind == "pairs" and not PAIRS:
         pytest.skip("no AVX512-BF16 here")
     if kind == "tiles" and not TILES:
@@ -138,7 +138,7 @@ def test_every_kind_of_product_has_these_bits(kind: str) -> None:
 def test_rows_of_odd_sizes_have_the_same_bits_in_any_tree(
     shape: tuple[int, int, int], dtype: torch.dtype, threads: int
 ) -> None:
-    """Inner sizes, head sizes and a vocabulary that fill no tile; threads that share heads."""
+    """Intermediate, head and vocabulary sizes that fill no tile; threads that share heads."""
     hidden, inner, head = shape
     changes = {
         "hidden_size": hidden,
@@ -177,7 +177,7 @@ def test_text_in_bf16_is_exactly_that_of_plain_decoding(method: str, temperature
 
 
 def test_ancestors_in_another_order_are_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail: a path whose columns come in another order is noticed."""
+    """Negative control for the test above: reordered path columns change the logits."""
     target = compiled("llama", torch.bfloat16)
     target.prefill([(0, prompt(9))])
     tree = random_tree(5, 40)
@@ -189,7 +189,7 @@ def test_ancestors_in_another_order_are_other_bits(monkeypatch: pytest.MonkeyPat
         plan, step = self.plan, self._step
         ends, columns = (int(plan[name] - step.ctypes.data) // 8 for name in ("path_ends", "path_columns"))
         for a, b in pairwise(step[ends:columns]):
-            # All but the last: a row that is moved behind its column would overwrite what is not yet read.
+            # Keep the last one: moving a row past its column would overwrite data that is not yet read.
             step[columns + a : columns + b - 1] = step[columns + a : columns + b - 1][::-1].copy()
 
     monkeypatch.setattr(ExecutionState, "describe", reversed_paths)
@@ -212,7 +212,7 @@ def test_the_best_tokens_are_torchs(dtype: torch.dtype) -> None:
             expected_ids, expected = reference.top(k)
             assert ids.shape == odds.shape == (len(nodes), k)
             assert torch.allclose(torch.tensor(odds), torch.tensor(expected[0]), atol=1e-6)
-            if dtype == torch.float32:  # bf16 has equals, whose order torch does not promise
+            if dtype == torch.float32:  # bf16 has ties, whose order torch does not define
                 assert ids.tolist() == expected_ids[0].tolist()
         assert [scores.best(node) for node in nodes] == [reference.best(0, r) for r in range(len(nodes))]
 
@@ -257,7 +257,7 @@ def test_a_thread_pool_wakes_from_sleep_and_survives_an_interrupt(threads: int) 
         wait_until(lambda rank=rank: is_asleep(pool, rank))
     assert torch.equal(target.forward([(0, random_tree(1, 8))])[0].row(0), first)
     model = target.compiled
-    # As after an interrupt between posting a job and leading it.
+    # As after an interrupt between posting a job and running it.
     state = model._idle.pop()
     pool._owner = state
     _post(pool.address, model._job, state.address)
@@ -265,7 +265,7 @@ def test_a_thread_pool_wakes_from_sleep_and_survives_an_interrupt(threads: int) 
 
 
 class CountedLock:
-    """A helper's lock that tells when it is released."""
+    """A helper's lock that records each release."""
 
     def __init__(self, lock: Any, rank: int, released: list[int]) -> None:
         self._lock, self._rank, self._released = lock, rank, released
@@ -276,7 +276,7 @@ class CountedLock:
 
 
 def test_a_helper_of_a_large_pool_is_woken() -> None:
-    """More ranks than a word has bits: a helper that nobody wakes would join up to a second later."""
+    """More ranks than bits in a word: a helper that is not woken joins up to a second later."""
     pool, released = ThreadPool(66), list[int]()
     job = cfunc(types.void(*[types.int64] * 5))(lambda argument, control, rank, size, arrived: None)
     pool.run(job.address, 0, None)
@@ -290,7 +290,7 @@ def test_a_helper_of_a_large_pool_is_woken() -> None:
 
 
 def is_asleep(pool: ThreadPool, rank: int) -> bool:
-    """Whether a helper sleeps, as its word in the pool's memory says."""
+    """Whether a helper is asleep, read from the pool's memory."""
     return bool(pool.ranks["asleep"][rank])
 
 
@@ -301,13 +301,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_helper_stays_awake_between_steps_and_sleeps_without_them() -> None:
-    """A pass that has to wake its helper takes several ms longer, and drafting takes up to 2 ms between passes.
+    """Waking a helper adds several ms to a pass, and drafting takes up to 2 ms between passes.
 
-    The helper's loop runs here without any job. It waits by the clock: at least 20 ms, and on no processor does the
-    wait cost much more than 20 ms of processor time (a loop of a fixed number of turns cost 85 ms on AMD's Zen 3).
+    The helper's loop runs here without a job. It waits by the clock for at least 20 ms and uses at most about
+    20 ms of CPU time on any processor (a fixed number of iterations used 85 ms on AMD's Zen 3).
     """
     _, ranks, address = control_block(2)
-    _serve(address, 1)  # compiled in the first call; returns when the helper would go to sleep
+    _serve(address, 1)  # compiled on the first call; returns when the helper would go to sleep
     began, used = perf_counter(), thread_time()
     _serve(address, 1)
     assert perf_counter() - began > 0.019
@@ -330,7 +330,7 @@ def take_all(control: int, stage: int, rank: int, size: int, count: int, taken: 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1, 2), (2,)], ids=["first alone", "all", "last alone"])
 def test_every_item_of_a_stage_is_taken_once_by_whoever_is_free(ranks: tuple[int, ...]) -> None:
-    """Also where the other threads never come: who is done with a share takes from theirs."""
+    """Even if other threads never arrive: a thread that is done takes from their shares."""
     size, count = 3, 5000
     _, _ranks, control = control_block(size)
     for begun_again in range(2):

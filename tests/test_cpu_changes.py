@@ -1,4 +1,4 @@
-"""A model that changes under the compiled path: what is seen at the next call, and what needs ``refresh``."""
+"""Models that change after compilation: what the next call detects, and what needs ``refresh``."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_model_that_is_left_alone_is_compiled_once() -> None:
 
 @pytest.fixture
 def merged() -> torch.nn.Module:
-    """A model as after merging an adapter, which writes to ``weight.data``."""
+    """A model after an adapter merge, which writes to ``weight.data``."""
     model = tiny_model("llama", seed=3, initializer_range=0.05)
     assert make_target(model).path == "cpu"
     weight = model.model.layers[0].mlp.up_proj.weight
@@ -149,7 +149,7 @@ def test_refresh_of_an_llm(merged: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_a_compiled_model_that_nobody_holds_is_freed(family: str) -> None:
-    """The compiled copy is remembered with the model, and must not keep the model alive."""
+    """The compiled copy is cached with the model and must not keep the model alive."""
     model = tiny(family)
     target = make_target(model)
     assert target.path == "cpu", target.reason

@@ -1,4 +1,4 @@
-"""The compiled path beside the transformers target, its reference implementation, and plain decoding."""
+"""The compiled path against its reference, the transformers target, and against plain decoding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lookahead.targets.paths import make_target
 from lookahead.testing import assert_same_as_autoregressive, run, tiny_model
 
 VOCABULARY = 97
-#: Bases so far apart that a few tokens show it.
+#: Bases that differ within a few tokens.
 GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
     "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
@@ -118,7 +118,7 @@ def tiny(
     """A random model whose logits are far from uniform.
 
     Args:
-        norm_spread: weights of norms lie this far apart besides, as those of trained models do.
+        norm_spread: additional spread of the norm weights, as in trained models.
         changes: config fields.
     """
     name, extra = FAMILIES[family]
@@ -150,7 +150,7 @@ def tiny(
 
 
 def branched(seed: int, rows: int = 14) -> TokenTree:
-    """Three branches, so that a row's column in the cache is not its position; not every row is read."""
+    """Three branches, so a row's cache column is not its position; some rows need no logits."""
     tree = TokenTree(seed % VOCABULARY)
     for start in range(3):
         parent = 0
@@ -164,7 +164,7 @@ def worst(a: object, b: object, nodes: list[int]) -> float:
 
 
 def difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, in standard deviations of the expected logits where these are above 1."""
+    """The largest difference, divided by the standard deviation of the expected logits (at least 1)."""
     return float((logits - expected).double().abs().max() / expected.double().std().clamp(min=1))
 
 
@@ -194,7 +194,7 @@ def test_logits_are_those_of_the_transformers_target(family: str) -> None:
         assert worst(a, b, [0]) < 2e-5
 
 
-#: Fields of a config that change what a model computes, with another value for each: (family, field, value).
+#: Config fields that change what a model computes, with an alternative value: (family, field, value).
 FIELDS = [
     ("llama", "rope_parameters", {"rope_type": "default", "rope_theta": 100.0}),
     ("llama", "rope_parameters", {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
@@ -248,7 +248,7 @@ FIELDS = [
 def test_a_field_of_the_config_counts_on_the_compiled_path_as_in_transformers(
     family: str, field: str, value: object
 ) -> None:
-    """With the same weights: the field changes the logits visibly, and the compiled path changes with them."""
+    """With equal weights, the field clearly changes the logits, and the compiled path changes with them."""
     before, after = tiny(family, norm_spread=2.0), tiny(family, **{field: value})
     after.load_state_dict(before.state_dict())
     text = prompt(40)
@@ -320,7 +320,7 @@ def test_a_default_dtype_of_the_caller_changes_nothing() -> None:
         target.forward([(0, branched(3))])
     finally:
         torch.set_default_dtype(torch.float32)
-    # The rotary table's own arithmetic follows the default dtype; memory must stay in order.
+    # Rotary tables are computed in the default dtype; memory must not be corrupted.
     assert torch.allclose(first, expected, atol=0.5)
 
 
@@ -338,7 +338,7 @@ def test_changed_weights_are_read_again() -> None:
 
 def test_logits_may_be_written_to() -> None:
     row = make_target(tiny()).prefill([(0, prompt(9))])[0].row(0)
-    row[3] = -float("inf")  # as a logits processor does; tensors of inference mode would refuse
+    row[3] = -float("inf")  # as a logits processor does; inference-mode tensors would raise
     assert row[3] == -float("inf")
 
 
@@ -501,7 +501,7 @@ def test_a_slot_that_grows_moves_no_other() -> None:
     assert target.cache.layout(0)[0] != here
     assert target.cache.layout(1)[0] == there
     first, second = target.forward([(0, branched(3, 15)), (1, branched(3, 15))])
-    assert torch.equal(first.row(0), second.row(0))  # what it held has moved along
+    assert torch.equal(first.row(0), second.row(0))  # its contents moved with it
 
 
 def test_memory_errors_say_what_did_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,7 +526,7 @@ def test_a_llama_made_from_nothing_but_a_config_takes_the_compiled_path() -> Non
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_nan_is_found_after_the_best_tokens_were_asked_for(sign):
-    """A processor's own NaN has its sign set, which makes it the smallest number as an integer."""
+    """A NaN from the processor has its sign bit set: as an integer, the smallest number."""
     memory = np.zeros(2 * 4 * (64 + 2 + 8 + 8), np.uint8)
     compiled = SimpleNamespace(
         logits_strides=(4 * 64, 4 * 2, 4 * 8, 4 * 8),

@@ -1,4 +1,4 @@
-"""Several threads share compiled models, buffers, and torch's thread count: each has what it would have alone."""
+"""Threads share compiled models, buffers and torch's thread count; each gets the same results as alone."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ for count, size in [(count, size) for count in (1, 2) for size in sizes]:
 
 
 def stress(seconds: float, sizes: list[int]) -> list[list[int]]:
-    """Calls of each thread: each number of threads with passes on one core, then on two.
+    """Calls per thread for each number of threads, with passes on one core, then two.
 
-    They run in a process of their own, where a hang is an error too.
+    They run in a separate process, where a hang is an error too.
     """
     source = str(Path(lookahead.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": source}
@@ -81,7 +81,7 @@ def test_threads_for_a_minute() -> None:
 
 
 def test_passes_at_once_have_a_state_each() -> None:
-    """The script that first showed wrong texts."""
+    """The script that exposed wrong output."""
     model = tiny(max_position_embeddings=64)
     want = make_target(model).prefill([(0, prompt(30))])[0].row(0)
     right = []
@@ -148,7 +148,7 @@ def test_steps_use_one_buffer_and_what_is_held_stays() -> None:
     target.prefill([(0, prompt(9))])
     addresses, tree = set(), branched(5)
     target.forward([(0, tree)])
-    for _ in range(2):  # other targets gave back buffers of the same size
+    for _ in range(2):  # other targets released buffers of the same size
         buffers.release(np.empty(len(target._memory), np.uint8))
     for _ in range(10):
         target.forward([(0, tree)])
@@ -165,7 +165,7 @@ def test_steps_use_one_buffer_and_what_is_held_stays() -> None:
 
 
 def test_decoding_copies_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop and the drafters let go of a step's scores before the next step."""
+    """The loop and the drafters release a step's scores before the next step."""
     rows: list[int] = []
     detach = PassLogits.detach
     monkeypatch.setattr(PassLogits, "detach", lambda self: rows.append(len(self.rows)) or detach(self))
@@ -174,7 +174,7 @@ def test_decoding_copies_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
         llm.generate([3, 1, 4], max_new_tokens=30, drafter=method)
         del rows[:]
         steps = llm.generate([3, 1, 4], max_new_tokens=30, drafter=method).stats.steps
-        assert len(rows) <= 2 < steps, method  # the prefill's row, and the end's
+        assert len(rows) <= 2 < steps, method  # one for prefill, one at the end
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def two_threads() -> object:
 
 
 def test_the_thread_count_is_each_threads_own(two_threads: None) -> None:
-    """A thread that begins while another is in ``one_thread`` has the user's count here, and all have it after."""
+    """A thread that starts while another is in ``one_thread`` has the user's count; later, all have it."""
     found, entered, leave = [], threading.Event(), threading.Event()
 
     def holds() -> None:
@@ -215,7 +215,7 @@ def test_the_thread_count_is_each_threads_own(two_threads: None) -> None:
 
 
 def test_an_interrupt_anywhere_leaves_the_thread_count(two_threads: None) -> None:
-    """Raised at every instruction of the context in turn; the next pass finds the user's count."""
+    """It is raised at each instruction of the context; the next pass has the user's count."""
     for number in range(400):
         left = number
 

@@ -1,4 +1,4 @@
-"""The vocabulary of the kernels: compiled operations give what their bodies say in numpy, and so do whole kernels."""
+"""Vector operations of the kernels: compiled operations and whole kernels match their numpy versions."""
 
 import numpy as np
 import pytest
@@ -45,13 +45,13 @@ GENERATOR = np.random.default_rng(3)
 
 
 def memory_of(values):
-    """A copy at an odd address, which vectors must not mind."""
+    """An unaligned copy, which vectors must accept."""
     memory = np.zeros(values.nbytes + 4, np.uint8)[4:]
     memory[:] = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
     return memory
 
 
-#: Three vectors of each kind: small floats with a NaN, words, bytes; the operations read and write their memory.
+#: Memory that the operations read: three vectors each of floats, words, bytes, fp16, and floats with NaN.
 FLOATS = memory_of((GENERATOR.standard_normal((3, 16)) * 100).astype(np.float32))
 WORDS = memory_of(GENERATOR.integers(-(2**31), 2**31, (3, 16)).astype(np.int32))
 SMALL_WORDS = memory_of(GENERATOR.integers(-20, 20, (3, 64)).astype(np.int8))
@@ -59,7 +59,7 @@ HALVES = memory_of(GENERATOR.standard_normal((3, 32)).astype(np.float16))
 WITH_NAN = memory_of(np.array([np.nan, 1, -2, np.inf] * 12, np.float32))
 
 
-# Each is (out, a, b, c): addresses of a result and of three vectors.
+# Each takes (out, a, b, c): addresses of a result and three vectors.
 def loads_floats(out, a, b, c):
     store(out, load_floats(a))
 
@@ -197,7 +197,7 @@ def test_rows_are_quantized_in_the_same_way_where_python_does_it(value):
     compiled, _ = rows_of(x)
     uncompiled = compiled.copy()
     uncompiled[:, 256:] = 0
-    with np.errstate(invalid="ignore"):  # rows that hold what is no number
+    with np.errstate(invalid="ignore"):  # rows that contain NaN
         quantize(uncompiled.ctypes.data, 2, 0, 2)
     blocks = np.concatenate([compiled, uncompiled])[:, 256:].reshape(2, 2, RECORD)
     np.testing.assert_array_equal(blocks[0], blocks[1])

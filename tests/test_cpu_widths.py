@@ -1,4 +1,4 @@
-"""The compiled path for other processors: numba compiles for the one that its settings name; the text is the same."""
+"""The compiled path on other processors: numba's settings name the processor; completions are equal."""
 
 import json
 import os
@@ -12,9 +12,9 @@ from width_and_text import text
 
 AVX2 = "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2"
 AVX512 = f"{AVX2},+avx512f,+avx512vl,+avx512bw,+avx512dq,+avx512cd"
-#: Numbers in a vector -> the processor that stands for this width, and its features for numba.
+#: Numbers per vector -> a representative processor of this width, and its features for numba.
 PROCESSORS = {4: ("generic", None), 8: ("haswell", AVX2), 16: ("skylake-avx512", AVX512)}
-#: What runs at each width: a text, and the tests of the kernels of packed weights and of their vocabulary.
+#: Run at each width: a completion, and the tests of packed-weight kernels and their vector operations.
 FILES = [
     os.path.join(os.path.dirname(__file__), name)
     for name in ("width_and_text.py", "test_packed.py", "test_cpu_vectors.py")
@@ -22,7 +22,7 @@ FILES = [
 
 
 def permitted(features):
-    """Whether this machine can run code for a processor."""
+    """Whether this machine has these features."""
     with open("/proc/cpuinfo") as file:
         flags = file.read().split()
     return features is None or ("avx512f" if "avx512f" in features else "avx2") in flags
@@ -31,7 +31,7 @@ def permitted(features):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the processor's flags from /proc")
 @pytest.mark.parametrize("lanes", PROCESSORS)
 def test_each_width_gives_the_same_text_and_passes_the_tests_of_packed_weights(lanes):
-    """One process for each width, whose start takes seconds. 4 and 8 numbers have no VNNI, and 4 no F16C."""
+    """One process per width, each with a start of seconds. Widths 4 and 8 lack VNNI, and 4 lacks F16C."""
     if lanes == WIDTH and (lanes == 16 or (not VNNI and HALVES)):
         pytest.skip("all other tests run the same code on this processor")
     name, features = PROCESSORS[lanes]

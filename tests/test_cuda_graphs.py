@@ -1,4 +1,4 @@
-"""Captured passes: the same text, on the CPU without capture and on a device that the CPU plays."""
+"""Captured passes give the same output: uncaptured on the CPU, and on a simulated device."""
 
 import gc
 import importlib
@@ -73,7 +73,7 @@ def test_a_step_in_one_buffer():
 
 
 def test_all_parts_of_the_buffer_are_aligned_as_separate_tensors_are():
-    """Triton compiles a kernel again for pointers that 16 bytes do not divide."""
+    """Triton recompiles a kernel for pointers that are not 16-byte aligned."""
     for sequences in BATCHES:
         for rows in BUCKETS:
             parts = Parts.of(torch.zeros(buffer_size(sequences, rows), dtype=torch.int32), sequences, rows)
@@ -106,7 +106,7 @@ def test_captured_passes_give_the_text_of_plain_decoding(model, prompts):
 
 
 def test_same_logits_as_the_ordinary_pass(model):
-    """For one sequence, for several, and with the best tokens that the host reads in one piece."""
+    """For one sequence and several, including the best tokens, which the host reads at once."""
     ordinary = make_target(model, path="transformers")
     target = captured(model)
     tree, other = TokenTree(3), TokenTree(9)
@@ -165,7 +165,7 @@ def test_attention_that_reads_all_columns_gets_the_used_length_rounded_up(model,
     assert widths == {256, 512}  # 160 to 292 tokens
 
 
-# ---- on a device that the CPU plays
+# ---- on a simulated device
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_a_step_of_a_batch_comes_from_one_pinned_buffer_without_waiting(model, d
 
 
 def test_all_work_on_a_store_is_on_its_stream_after_the_callers(model, device):
-    """Two streams of callers in turn: replays share memory, so they must not overlap on the device."""
+    """Two callers' streams alternate; replays share memory, so they must not overlap on the device."""
     target, moves = captured(model, 64), []
     honest = target.cache.move
     target.cache.move = lambda paths: (moves.append(device.current.name), honest(paths))
@@ -250,7 +250,7 @@ def test_all_work_on_a_store_is_on_its_stream_after_the_callers(model, device):
 
 
 def test_a_first_pass_on_the_stream_of_the_capture_precedes_it(model, device, monkeypatch):
-    """Libraries are set up in it, among them the workspace of matrix products, which belongs to a stream."""
+    """It initializes libraries, including the workspace of matrix products, which is per stream."""
     target, ran = captured(model, 64), []
     honest = model.forward
 
@@ -270,7 +270,7 @@ def test_a_first_pass_on_the_stream_of_the_capture_precedes_it(model, device, mo
 
 
 def test_the_least_recently_used_graphs_make_room(model, device):
-    device.cost = 30  # of the 100 that a tenth of the device is
+    device.cost = 30  # a tenth of the device is 100
     target = captured(model, 512)
     target.prefill([(0, PROMPTS[0])])
     sizes = [TokenTree.of([3] * rows, range(-1, rows - 1)) for rows in (1, 4, 8, 16, 32)]
@@ -286,7 +286,7 @@ def test_the_least_recently_used_graphs_make_room(model, device):
 
 @pytest.mark.parametrize(("share", "kept"), [(0.1, 3), (0.04, 1)])
 def test_graph_memory_is_a_setting(model, device, monkeypatch, share, kept):
-    """Each capture takes 3 % of the device; the share says how many fit."""
+    """Each capture takes 3 % of the device; the share sets how many fit."""
     monkeypatch.setattr(cuda_graphs, "memory_shares", weakref.WeakKeyDictionary())
     limit_graphs(model, share)
     device.cost = 3 * TOTAL // 100
@@ -317,7 +317,7 @@ def test_a_share_of_no_gpu_is_an_error(given, message):
 
 @pytest.mark.parametrize("share", [0.3, 0, 1.5])
 def test_a_share_of_no_gpu_is_an_error_in_custom_generate(model, share):
-    """It is refused by name, and the model's own ``generate`` passes it on."""
+    """The error names it; the model's own ``generate`` passes it on."""
     with pytest.raises(
         SettingsError, match=r"graph_memory (limits captured|must be above 0 and at most 1, got)"
     ):
@@ -375,7 +375,7 @@ def test_a_store_that_nobody_uses_keeps_no_large_cache(model, device):
 
 
 def test_what_waits_in_this_thread_is_found_and_no_other_thread_fails(device):
-    """torch reports such operations for the whole process or not at all."""
+    """torch reports operations that wait process-wide or not at all."""
     failed, started, done = [], threading.Event(), threading.Event()
 
     def other():
@@ -392,7 +392,7 @@ def test_what_waits_in_this_thread_is_found_and_no_other_thread_fails(device):
         done.wait()
         assert not found
         device.wait()
-        with pytest.raises(RuntimeWarning):  # other warnings are as before, here errors
+        with pytest.raises(RuntimeWarning):  # other warnings are unchanged, here errors
             warnings.warn("something else", RuntimeWarning, stacklevel=1)
     assert not failed
     assert device.mode == 0
@@ -416,7 +416,7 @@ def test_the_forced_path_gives_the_text_of_plain_decoding(family):
     before = model.config._attn_implementation
     try:
         target = make_target(model, path="cuda-graph")
-    except SettingsError as error:  # some mixtures of experts choose theirs on the host
+    except SettingsError as error:  # some mixture-of-experts models route on the host
         if not torch.cuda.is_available():
             raise
         pytest.skip(str(error))
@@ -427,7 +427,7 @@ def test_the_forced_path_gives_the_text_of_plain_decoding(family):
     assert target.passes
     assert sum(g.stats.accepted for g in generations) > 0
     assert model.config._attn_implementation == before
-    # The same text as on the ordinary path; and the model is as it was for whoever else uses it.
+    # The same completion as on the ordinary path; the model is unchanged for other users.
     (plain,) = assert_same_as_autoregressive(
         make_target(model, path="transformers"), PROMPTS[:1], "plain", 40
     )
@@ -508,7 +508,7 @@ def test_a_kernel_that_does_not_compile_leaves_the_path_with_sdpa(monkeypatch):
 
 
 class HostReads(TorchDispatchMode):
-    """Notes what a capture does not allow: values read on the host, or made there, and copies between devices."""
+    """Records what a capture forbids: values read or created on the host, and copies between devices."""
 
     NAMES = frozenset(
         {"_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "_unique2", "equal", "bincount"}
@@ -548,7 +548,7 @@ def test_nothing_is_read_on_the_host_inside_a_pass(family):
             one.evaluate(target)
     assert not watch.found
     assert [one.sequences for one in target.passes.values()] == [1, 2]
-    with HostReads() as watch:  # the watch works
+    with HostReads() as watch:  # the mode works
         int(torch.ones(1, device=DEVICE))
         torch.ones(2, device=DEVICE).nonzero()
         torch.ones(3, device="meta").copy_(torch.ones(3))
@@ -557,7 +557,7 @@ def test_nothing_is_read_on_the_host_inside_a_pass(family):
 
 @pytest.mark.parametrize("waits", [None, (2, 4), (1, 64)])
 def test_a_pass_that_reads_on_the_host_is_not_captured(waits, device, monkeypatch):
-    """What waits inside a custom operator is found too, because it is the device that reports it."""
+    """Waits inside a custom operator are found too, because the device reports them."""
     from lookahead.targets import cuda_graphs as module
 
     seen, honest = [], module.CapturedPass.evaluate
@@ -573,7 +573,7 @@ def test_a_pass_that_reads_on_the_host_is_not_captured(waits, device, monkeypatc
     model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=512)
     attention, reason = captured_attention(model, probe(model).facts, "sdpa")
     sizes = [*((1, rows) for rows in BUCKETS), (2, 4)]
-    # Every bucket is compiled first, and then watched.
+    # All buckets are compiled first, then watched.
     assert seen[: 2 * len(sizes)] == [*((size, 0) for size in sizes), *((size, "warn") for size in sizes)]
     assert device.mode == 0
     assert (attention is None) == (waits is not None)
@@ -600,7 +600,7 @@ def test_an_error_of_the_device_is_no_refusal(dead, monkeypatch):
 
 
 def test_graphs_of_a_cache_that_moves_are_dropped_first_with_their_pool(model, device):
-    """An allocator's pool must not be used again once all its graphs are gone."""
+    """An allocator's pool must not be reused once all its graphs are gone."""
     target = captured(model, 16)
     target.prefill([(0, PROMPTS[0])])
     for _ in range(2):
@@ -627,7 +627,7 @@ def test_cache_and_passes_are_taken_over_by_the_next_target(model):
     second = captured(model, 64, shared)
     assert second.cache is cache
     assert second.passes
-    assert not any(storage.any() for storage in cache._storage.values())  # nothing of the last text is left
+    assert not any(storage.any() for storage in cache._storage.values())  # no trace of the last sequence
     assert_same_as_autoregressive(second, PROMPTS[:1], "5,4,7", 20)
     del second, other
     gc.collect()
@@ -642,7 +642,7 @@ def test_cache_and_passes_end_with_the_weights_that_they_read():
     gc.collect()
     assert make_target(model, path="cuda-graph").cache is cache
     weight = model.model.norm.weight
-    weight.data = weight.data.clone()  # graphs read the weights where they lay
+    weight.data = weight.data.clone()  # graphs read weights at fixed addresses
     assert make_target(model, path="cuda-graph").cache is not cache
 
 

@@ -1,4 +1,4 @@
-"""The loop: exactness on a target in plain Python, endings, limits, errors, statistics."""
+"""The loop on a target in pure Python: exactness, stopping, limits, errors, statistics."""
 
 import pytest
 from hypothesis import given, settings
@@ -87,11 +87,11 @@ def test_a_full_match_keeps_the_bonus_token():
     pool = NGramPool(1)
     pool.add_text([t % 100 for t in range(300)], 4)
     (ours,) = run(target, [Request([5], Lookahead(1, 4, 1, pool=pool), 41)])
-    assert ours.stats.steps == 10  # N - 1 accepted and the bonus: 4 tokens a step
+    assert ours.stats.steps == 10  # N - 1 accepted and a bonus: 4 tokens per step
 
 
 def test_jacobi_counts_the_steps_to_the_fixed_point():
-    # The next token does not depend on the guesses, so a block is right after one iteration and seen after two.
+    # The next token ignores the guesses, so a block is right after one iteration and confirmed after two.
     target = FakeTarget(10, lambda prefix: 7)
     (ours,) = run(target, [Request([1, 2, 3], Jacobi(8), 64)])
     assert ours.stats.drafter["converged_blocks"] > 0
@@ -207,7 +207,7 @@ def test_one_row_too_many_is_an_error_and_keeps_what_there_is():
 
 
 class Crowded(FakeTarget):
-    """Memory for 60 tokens of all sequences together."""
+    """Has memory for 60 tokens across all sequences."""
 
     def forward(self, trees):
         if sum(len(self.committed[slot]) for slot, _ in trees) > 60:
@@ -227,7 +227,7 @@ def test_without_memory_for_one_row_of_each_the_longest_sequence_ends_and_the_ot
 
 
 class Spoiled(FakeTarget):
-    """Drafted tokens from 12 on make the logits of all rows of their step NaN."""
+    """A drafted token of 12 or above makes all logits of its step NaN."""
 
     def forward(self, trees):
         scores = super().forward(trees)
@@ -241,7 +241,7 @@ class Spoiled(FakeTarget):
 
 
 class Wild(Plain):
-    """Drafts the next token, and one that spoils the step."""
+    """Drafts the next token and one that causes NaN."""
 
     def start(self, sequence):
         return WildState(sequence.first)
@@ -329,19 +329,19 @@ def test_drafted_counts_only_rows_that_verification_can_reach(ngram_size):
         drafted += len(reached) - 1
         reachable.append(len(reached) - 1)
     assert stats.drafted == drafted
-    # After N - 2 steps of warm-up a window of N >= 4 has no row that could be accepted, one of N < 4 always has.
+    # After N - 2 warm-up steps, a window with N >= 4 has no acceptable row; one with N < 4 always has one.
     assert all((count > 0) == (ngram_size < 4) for count in reachable[ngram_size - 2 : -8])
 
 
 def test_hit_rate_and_match_length_are_what_the_pool_gave():
-    # The text counts on and the pool knows it: three right tokens in every one of ten steps.
+    # The completion counts up and is in the pool: three right tokens in each of ten steps.
     pool = NGramPool(1)
     pool.add_text([t % 100 for t in range(300)], 4)
     target = FakeTarget(100, lambda prefix: (prefix[-1] + 1) % 100)
     (ours,) = run(target, [Request([5], Lookahead(1, 4, 1, pool=pool), 41)])
     assert ours.stats.drafter["pool_hit_rate"] == 1
     assert ours.stats.drafter["mean_match_length"] == 3
-    # A pool that knows nothing but wrong continuations of one token in ten.
+    # A pool that contains only a wrong continuation of one token in ten.
     pool = NGramPool(1)
     pool.add(7, (1, 2, 3))
     target = FakeTarget(10, lambda prefix: (prefix[-1] + 1) % 10)
@@ -418,7 +418,7 @@ def test_bad_settings_say_what_must_hold(make, message):
 
 
 def budgeted(rows_of_step, drafter, new=200):
-    """Decode with a row budget of its own in every step; the rows of the steps and the sequence."""
+    """Decode with a separate row budget per step; return the rows of each step and the sequence."""
     engine = Engine(lambda: FakeTarget(40))
     sequence = engine.add(Request([1, 2, 3, 4, 5, 6], drafter, new))
     rows = []
@@ -437,7 +437,7 @@ def test_a_window_that_a_burst_has_narrowed_reopens():
 
 @pytest.mark.parametrize("budget", [8, 16, 24, 64, 90])
 def test_a_small_row_budget_leaves_rows_for_candidates(budget):
-    """A pool full of candidates gets half of the rows; all texts are those of plain decoding."""
+    """A full pool of candidates gets half of the rows; the completion equals plain decoding."""
     pool = NGramPool(15)
     for token in range(40):
         for other in range(15):

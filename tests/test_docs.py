@@ -1,4 +1,4 @@
-"""Documentation that runs: Python blocks and the notebook are executed, drawings drawn again, links followed."""
+"""Run the documentation: execute Python blocks and the notebook, redraw drawings, and follow links."""
 
 import contextlib
 import io
@@ -42,13 +42,13 @@ def python_blocks(page):
 
 
 def has_own_code(page):
-    """Chinese pages have the code of the English ones, byte for byte: tests/test_docs_zh.py."""
+    """Chinese pages repeat the English code byte for byte, see tests/test_docs_zh.py."""
     return python_blocks(page) and not (page.name == "README.zh.md" or page.is_relative_to(DOCS / "zh"))
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if has_own_code(p)], ids=name_of)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
-    """All blocks of a page run one after the other, in one namespace and an empty folder."""
+    """All blocks of a page run in order, in one namespace and an empty folder."""
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "documentation"}
     for number, block in enumerate(python_blocks(page)):
@@ -81,7 +81,7 @@ def test_images_and_moving_pages_are_what_the_code_draws(draw):
 
 
 def test_the_home_shows_the_fastest_file_of_a_peer(draw, tmp_path, monkeypatch):
-    """Two files of llama.cpp are not two sets of figures; a peer that failed is not shown."""
+    """Only the faster of llama.cpp's two files is shown; a peer that failed is not."""
     monkeypatch.setitem(draw.draw_speeds.__globals__, "HERE", tmp_path)
     rates = {"plain": 50.0, "llamacpp-greedy:x.Q4_0.gguf": 80.0, "llamacpp-greedy:x.IQ4_NL.gguf": 90.0}
     rates["openvino-greedy:x.gguf"] = None
@@ -101,7 +101,7 @@ def test_the_home_shows_the_fastest_file_of_a_peer(draw, tmp_path, monkeypatch):
 
 
 def command_lines(page):
-    """Every command of ours in the shell blocks of a page, as words."""
+    """Each lookahead command in a page's shell blocks, as words."""
     for block in re.findall(r"^```(?:sh|bash|console)[^\n]*\n(.*?)^```", page.read_text(), flags=re.S | re.M):
         for line in block.replace("\\\n", " ").splitlines():
             ours = re.match(r"(?:\$ )?(?:torchrun .*? -m |python -m )?lookahead (.*)", line)
@@ -111,16 +111,16 @@ def command_lines(page):
 
 @pytest.mark.parametrize("page", [p for p in PAGES if list(command_lines(p))], ids=name_of)
 def test_commands_have_the_options_that_pages_give_them(page):
-    """The commands are parsed and not run; scripts/test_readme.py runs those of the README."""
+    """Commands are parsed but not run; scripts/test_readme.py runs those of the README."""
     for words in command_lines(page):
         command, rest = typer.main.get_command(app), list(words)
         while hasattr(command, "commands"):
             command = command.commands[rest.pop(0) if rest and rest[0] in command.commands else MEASURE]
-        if command.name != "serve":  # reads its options itself
+        if command.name != "serve":  # parses its own options
             command.make_context(command.name, rest)
 
 
-#: What makes the commands of these pages short. Other pages need a server, ranks, or llama.cpp: they have own tests.
+#: Options that shorten commands. Pages that need a server, ranks or llama.cpp have their own tests.
 SHORT = {
     "generate": ["--max-new-tokens", "16"],
     "bench": ["--limit", "1", "--max-new-tokens", "8", "--repeats", "1"],
@@ -137,7 +137,7 @@ def test_drafters_that_pages_name_can_be_read(page):
 
 @pytest.mark.parametrize("name", ["start.md", "trace.md", "benchmarks.md"])
 def test_commands_of_pages_run(name, tmp_path, monkeypatch):
-    """One after the other in one folder, on the tiny model where the page leaves the model open."""
+    """Commands run in order in one folder, on the tiny model unless the page names one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("webbrowser.open", lambda address: True)
     Path("prompts.jsonl").write_text('{"prompt": "def add(a, b):"}\n')
@@ -155,7 +155,7 @@ def test_commands_of_pages_run(name, tmp_path, monkeypatch):
 
 
 def anchors_of(page):
-    """The addresses of a page's headings, as a site makes them."""
+    """Anchors of a page's headings, as a site generates them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
@@ -176,7 +176,7 @@ def test_the_page_of_benchmarks_lists_every_program_and_every_result():
     programs = {
         path.stem
         for path in (ROOT / "benchmarks").glob("*.py")
-        if "__name__" in path.read_text() and path.stem != "vllm_run"  # which benchmarks.vllm starts
+        if "__name__" in path.read_text() and path.stem != "vllm_run"  # started by benchmarks.vllm
     }
     assert len(programs) > 15
     for name in programs:
@@ -188,7 +188,7 @@ def test_the_page_of_benchmarks_lists_every_program_and_every_result():
         assert f"(results/{page.name})" in text, page.name
 
 
-#: What stands near the first use of a letter.
+#: Words required near a letter's first use.
 SPELLED_OUT = {
     "S": "token",
     "W": "column|window",
@@ -225,7 +225,7 @@ def test_letters_are_spelled_out_at_their_first_use(gathered):
 
 
 def test_the_site_has_every_page(gathered):
-    """What ``make docs`` builds: each page has its place, and links into the repository become links on the site."""
+    """``make docs`` lists every page once, and links into the repository become links on the site."""
     _, root = gathered
     out = root / "docs"
 

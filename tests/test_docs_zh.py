@@ -1,4 +1,4 @@
-"""The Chinese pages say what the English pages say: the same headings, code, figures, links and numbers."""
+"""Chinese pages match the English pages: the same headings, code, figures, links and numbers."""
 
 import re
 from collections import Counter
@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-#: English pages that have a Chinese one: start, guides, lesson, comparison.
+#: English pages with a Chinese version: start, guides, lesson, comparison.
 TRANSLATED = [
     ROOT / "README.md",
     *(DOCS / f"{name}.md" for name in ("index", "start", "models", "parallel", "benchmarks", "compare")),
@@ -16,7 +16,7 @@ TRANSLATED = [
     *sorted((DOCS / "guides").glob("*.md")),
     *sorted((DOCS / "lesson").glob("*.md")),
 ]
-GLOSSARY = DOCS / "zh" / "glossary.md"  # of both languages
+GLOSSARY = DOCS / "zh" / "glossary.md"  # in both languages
 CHINESE = [*sorted((DOCS / "zh").rglob("*.md")), ROOT / "README.zh.md"]
 HAN, FULL = "\u4e00-\u9fff", "，。；：、！？（）“”"
 FENCED = re.compile(r"^(`{3,}).*?^\1$", re.S | re.M)
@@ -31,19 +31,19 @@ def name_of(page):
 
 
 def twin_of(page):
-    """The Chinese page of an English one."""
+    """The Chinese version of a page."""
     if page == ROOT / "README.md":
         return ROOT / "README.zh.md"
     return DOCS / "zh" / page.relative_to(DOCS)
 
 
 def prose_of(page):
-    """A page without its blocks of code."""
+    """A page without its code blocks."""
     return INDENTED.sub("", FENCED.sub("", page.read_text(encoding="utf-8")))
 
 
 def targets(page):
-    """Where the links of a page lead: to Chinese pages where there are some, whose anchors are their own."""
+    """Link targets of a page; translated pages count as their Chinese version, without an anchor."""
     found = []
     for link in LINK.findall(SPAN.sub("x", prose_of(page))):
         path, _, anchor = link.partition("#")
@@ -59,7 +59,7 @@ def targets(page):
 
 
 def structure(page):
-    """What must be the same in both languages, by the words of a failure."""
+    """What must match in both languages, by its name in a failure."""
     text, prose = page.read_text(encoding="utf-8"), prose_of(page)
     words = SPAN.sub("", prose)
     return {
@@ -107,7 +107,7 @@ def test_every_chinese_page_has_an_english_one():
 
 @pytest.mark.parametrize("page", CHINESE, ids=name_of)
 def test_chinese_typography(page):
-    """Full-width marks, a space between Chinese and Latin, emphasis that CommonMark ends, no break in a paragraph."""
+    """Full-width marks, Chinese-Latin spacing, emphasis that CommonMark closes, one-line paragraphs."""
     prose = re.sub(r"<!-- measured.*?<!-- end -->|<!--.*?-->", "", prose_of(page), flags=re.S)
     shown = re.sub(r"!?\[([^\[\]]*)\]\([^)\s]*\)", r"\1", SPAN.sub("x", prose))
     for bold, after in re.findall(r"\*\*(.+?)\*\*(.?)", shown):
@@ -116,15 +116,15 @@ def test_chinese_typography(page):
     wrong = (
         rf"[{HAN}][A-Za-z0-9]|[A-Za-z0-9%][{HAN}]"  # no space
         rf"|[{HAN}][,;:!?()]|[,;:!?()][{HAN}]"  # half-width
-        rf"|\S[{FULL}] (?!\|)|(?<![|\-.]) [{FULL}]"  # a space beside a full-width mark
-        rf"|[{HAN}{FULL}]\n[{HAN}A-Za-z]"  # a line break is shown as a space
+        rf"|\S[{FULL}] (?!\|)|(?<![|\-.]) [{FULL}]"  # a space by a full-width mark
+        rf"|[{HAN}{FULL}]\n[{HAN}A-Za-z]"  # a line break renders as a space
     )
     if page != GLOSSARY:
         assert not [shown[max(0, m.start() - 15) : m.end() + 15] for m in re.finditer(wrong, shown)]
 
 
 def test_the_glossary_has_every_word_of_the_lesson():
-    """Each term of the table in how-it-works, in both languages, and names that are in the code."""
+    """All terms of the table in how-it-works, in both languages; only names from the code."""
     text = GLOSSARY.read_text(encoding="utf-8")
     words = re.findall(r"^\| ([^|]*) \|", prose_of(DOCS / "zh" / "how-it-works.md"), re.M)[1:]
     terms = re.findall(r"([^\n（、]+)（([a-z -]+)）", "\n".join(words))

@@ -1,4 +1,4 @@
-"""Drafters as settings: their text and mapping forms, presets, and drafters of other packages."""
+"""Drafters as settings: string and mapping forms, presets, and drafters from other packages."""
 
 import copy
 import pickle
@@ -139,7 +139,7 @@ def test_one_drafter_serves_many_sequences_at_once():
 
 
 class Recorder(Drafter):
-    """Another package's drafter, which records what it is told."""
+    """A third-party drafter that records what it receives."""
 
     name = "recorder"
 

@@ -1,4 +1,4 @@
-"""The engine on real (tiny) checkpoints: exact texts, whole characters, stop strings, and every bad input."""
+"""The engine on real (tiny) checkpoints: exact output, whole characters, stop strings, and invalid input."""
 
 import dataclasses
 import inspect
@@ -73,7 +73,7 @@ def refused(match, call, *args, **kwargs):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", DRAFTED)
 def test_every_method_gives_the_plain_text(llm, method, kind):
-    # With its budget, adaptive may well decode plainly where steps are as small as here.
+    # With its budget, adaptive may fall back to plain decoding on steps this small.
     drafter = Adaptive(rows=64) if method == "adaptive" else method
     ours = llm.generate(PROMPT, drafter=drafter, max_new_tokens=60, **KINDS[kind])
     plain = llm.generate(PROMPT, drafter="autoregressive", max_new_tokens=60, **KINDS[kind])
@@ -112,14 +112,14 @@ def test_greedy_equals_model_generate(llm, options):
 
 
 def test_a_bad_word_may_be_a_text(llm):
-    """With and without the space that it bears in the middle of a text; a character is a token or more."""
+    """With and without the leading space of a word in mid-text; a character is one token or more."""
     free = llm.generate(PROMPT, max_new_tokens=30)
     word = next(character for character in free.text if character.isascii() and character.isalnum())
     assert word not in llm.generate(PROMPT, max_new_tokens=30, bad_words=[word, word]).text
 
 
 def test_warpers_are_those_of_model_generate(llm):
-    """Same processors in the same order: the law of a draw is that of transformers."""
+    """Same processors in the same order: draws have transformers' distribution."""
     options = Options(temperature=0.7, top_k=30, top_p=0.8, min_p=0.02, repetition_penalty=1.2)
     seen = {}
 
@@ -257,7 +257,7 @@ TOKENIZER = tokenizer()
 
 
 def by_bytes(text):
-    """One token per byte, so that every character beyond ASCII is split over tokens."""
+    """One token per byte, so that every non-ASCII character is split across tokens."""
     table = byte_tokens()
     return [table[byte] for byte in text.encode()]
 
@@ -292,7 +292,7 @@ def test_text_is_cut_at_the_first_stop_whatever_the_tokens(text, stops):
     stream.finish()
     pieces.append(stream.drain())
     places = [text.find(stop) for stop in stops if stop in text]
-    # The stop that is complete first ends the text; among those it is cut at the first to begin.
+    # The stop completed first ends the text, which is cut where the earliest of those begins.
     if places:
         end = min(text.find(stop) + len(stop) for stop in stops if stop in text)
         cut = min(text[:end].find(stop) for stop in stops if stop in text[:end])
@@ -438,7 +438,7 @@ def test_wrong_calls_are_refused(llm):
 
 
 def test_the_keywords_written_out_are_the_options():
-    """Names and defaults of ``generate`` and ``load``; names and types of the keywords of ``stream`` and ``run``."""
+    """Names and defaults of ``generate`` and ``load``; names and types of ``stream`` and ``run`` keywords."""
     for call, options in ((lookahead.LLM.generate, BatchOptions), (lookahead.load, LoadOptions)):
         written = inspect.signature(call).parameters
         declared = {field.name: field.default for field in dataclasses.fields(options)}
@@ -708,7 +708,7 @@ def test_the_tiny_model_comes_with_the_package():
 
 @pytest.fixture
 def packages(monkeypatch, tmp_path):
-    """Packages beside gguf and accelerate that are found, by name."""
+    """Names of packages found, initially gguf and accelerate."""
     found = {"gguf": None, "accelerate": None}
 
     def find(name):
@@ -752,12 +752,12 @@ def test_the_default_model_is_found_without_importing_its_package(packages, tmp_
     assert lookahead.load(dtype="float32").dtype == "float32"
 
 
-# ---------------------------------------------------------------- which method, where none is named
+# ---------------------------------------------------------------- default drafter
 
 
 @pytest.mark.parametrize(("family", "seed"), [("gpt-neox", 3), ("phi", 2), ("bloom", 0)])
 def test_a_text_in_bf16_does_not_depend_on_what_was_decoded_before(family, seed):
-    """Where rows round differently in steps of another size, nothing but tokens and the curve may choose the size."""
+    """Where rounding depends on the step size, only tokens and the cost curve may choose that size."""
     model = tiny_model(family, seed=seed, initializer_range=0.1, eos_token_id=None).to(torch.bfloat16)
     llm = lookahead.LLM(model)
     ids = torch.randint(10, 96, (14,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -917,7 +917,7 @@ print("equal")
 
 
 def torchao_paths():
-    """Where torchao lies: in a folder beside the packages, since transformers imports it into every process."""
+    """PYTHONPATH with torchao, which has its own folder because transformers always imports it."""
     beside = Path(sys.prefix) / "torchao"
     if not beside.is_dir() and find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
@@ -951,7 +951,7 @@ def test_a_quantized_model_is_not_compiled(folder):
 
 
 def test_adaptive_looks_at_the_model_as_often_as_plain_decoding(monkeypatch):
-    """Each time takes a millisecond on a real model, so it must not be once for every prompt."""
+    """A fingerprint takes a millisecond on a real model, so it must not be taken per prompt."""
     llm, seen = lookahead.load("tiny"), []
     fingerprint = lookahead.targets.fingerprint.fingerprint
     monkeypatch.setattr(

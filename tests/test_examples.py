@@ -1,4 +1,4 @@
-"""Every program in examples/ runs as its first lines say: in this process, and one of them in its own too."""
+"""Every program in examples/ runs as documented in its header: in this process, and one in its own too."""
 
 import io
 import json
@@ -12,7 +12,7 @@ import pytest
 from gguf_files import write_gguf
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-MODEL = ["tiny"]  # drop_in.py, which gives it to transformers, takes it by itself
+MODEL = ["tiny"]  # not for drop_in.py, which uses this model by default
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_file_of_prompts(tmp_path, run):
 
 
 def test_a_state_is_kept_between_runs(tmp_path, run):
-    model = tmp_path / "model.gguf"  # it starts faster than a model of transformers
+    model = tmp_path / "model.gguf"  # starts faster than a transformers model
     write_gguf(model, "llama", "Q8_0", max_position_embeddings=1024)
     words = ["warm_state.py", str(tmp_path / "state.safetensors"), str(model)]
     first = run(*words)

@@ -1,7 +1,7 @@
-"""Equality with model.generate on tiny random models of every family that the target is meant for.
+"""Equality with model.generate on tiny random models of every family that the target supports.
 
 Greedy and sampled, with and without penalties, for a left-padded batch of two. The same comparison is run
-once more per family with one wrong node accepted on purpose, and must fail there.
+once more per family with one wrong node accepted on purpose, and must then fail.
 """
 
 import functools
@@ -14,9 +14,9 @@ from families import FAMILIES, RECURRENT_FAMILIES, tiny_model
 from lookahead.core import SettingsError
 from lookahead.targets.paths import probe
 
-# Models of compiled architectures with a setting that the compiled path does not have.
+# Models of compiled architectures with a setting that the compiled path lacks.
 pytestmark = pytest.mark.filterwarnings("ignore:lookahead.generate runs this model on the slower")
-#: Decoded one row per step; the other recurrent ones draft by batch rows.
+#: Decoded one row per step; other recurrent families draft in batch rows.
 ONE_ROW = ("mamba",)
 MODES = {
     "greedy": {},
@@ -25,7 +25,7 @@ MODES = {
     "sampled-penalties": {"do_sample": True, "top_p": 0.8, "temperature": 0.7, "repetition_penalty": 1.1},
 }
 NEW = 40
-#: Their rotary base follows the longest sequence of the batch, in transformers too, so one sequence at a time.
+#: Their rotary base depends on the longest sequence in the batch (also in transformers): run one at a time.
 ALONE = ("llama-dynamic-ntk",)
 
 
@@ -39,7 +39,7 @@ def model_of(family):
 def prompts(family):
     generator = torch.Generator().manual_seed(1)
     half = torch.randint(3, 96, (2, 7), generator=generator)
-    ids = torch.cat([half, half], dim=1)  # repeats itself, so that there is something to draft
+    ids = torch.cat([half, half], dim=1)  # repetitive, so that there is something to draft
     mask = torch.ones_like(ids)
     if family in ALONE:
         return ids[:1], mask[:1]
@@ -97,7 +97,7 @@ def test_the_probe_chooses_and_says_why(family):
 @pytest.mark.filterwarnings("ignore:lookahead.generate runs this model with plain decoding")
 @pytest.mark.parametrize("family", ONE_ROW)
 def test_settings_of_a_method_where_nothing_is_drafted(family):
-    """One row a step: settings are checked and then not needed, whichever method they are for."""
+    """With one row per step, settings of any method are checked and then ignored."""
     model = model_of(family)
     ids = torch.tensor([[5, 6, 7, 5, 6]])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}

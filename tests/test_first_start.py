@@ -1,4 +1,4 @@
-"""What is compiled at the first start of a machine, and that nothing is compiled once a model is ready."""
+"""What is compiled on a machine's first start, and that nothing is compiled once a model is ready."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from lookahead.drafters.adaptive.measure import compile_all
 
 ENTRIES = (grow.grow, learn.learn)
 
-#: Loads the default model, warms it up as the server does, and prints what numba compiles in texts afterwards.
+#: Loads the default model, warms it up like the server, then decodes and prints what numba compiles.
 TEXTS = """
 import json
 from numba.core import event

@@ -1,4 +1,4 @@
-"""A sequence that ended with NaN leaves nothing behind: not in its slot, and not in sequences that run alongside."""
+"""A sequence that ends with NaN affects neither later sequences in its slot nor those running alongside."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def on_path(model, path):
 
 
 def plant(target, slot, begin=0):
-    """NaN wherever the slot's passes have written keys and values, from column ``begin`` on."""
+    """Overwrite all keys and values written to the slot with NaN, from column ``begin`` on."""
     if target.path != "cpu":
         for storage in target.cache._storage.values():
             numbers = storage[:, slot, :, begin:]
@@ -86,7 +86,7 @@ def test_nan_of_a_released_slot_reaches_no_later_sequence(model, path, freed):
         assert_close(evaluate(used, trees), evaluate(fresh, trees))
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of triton's interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # by triton's interpreter
 @pytest.mark.parametrize("path", PATHS)
 def test_nan_of_a_running_sequence_reaches_no_other(model, path):
     tree, other = trial_tree(3, 96), trial_tree(4, 96)
@@ -101,7 +101,7 @@ def test_nan_of_a_running_sequence_reaches_no_other(model, path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_nan_of_rejected_rows_ends_with_their_step(model, path):
-    """The next step has fewer rows, so it does not overwrite all of them, and runs beside a longer sequence."""
+    """The next step has fewer rows, so it overwrites only some, and runs alongside a longer sequence."""
     wide, narrow = TokenTree(9), trial_tree(3, 96)
     for first in range(20, 30):
         wide.add_candidate([first, 3, 4])

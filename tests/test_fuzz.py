@@ -1,4 +1,4 @@
-"""The differential fuzzer in its short form, and the proof that it can fail."""
+"""A short run of the differential fuzzer, and proof that it can fail."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""GGUF by path: the file's own numbers, tokenizer and template; what cannot be read is said in one line."""
+"""Loading GGUF files: weights, tokenizer and template; a one-line error for what cannot be read."""
 
 import json
 import shutil
@@ -30,13 +30,13 @@ LAYER = {
 
 
 def interleaved(weight, heads):
-    """Query and key rows as llama.cpp keeps them: pairs that rotate together lie together."""
+    """Query and key rows in llama.cpp's order: pairs that rotate together are adjacent."""
     rows, width = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
 def write(path, model, kind=KIND.F32, arch="llama", words=True, parts=1):
-    """A GGUF file of a tiny Llama, as llama.cpp's converter writes it; returns the linears as they read back."""
+    """Write a GGUF file of a tiny Llama as llama.cpp's converter would; return the linears as read back."""
     writer, config, weights = gguf.GGUFWriter(path, arch), model.config, model.state_dict()
     writer.add_name("tiny")
     writer.add_block_count(config.num_hidden_layers)
@@ -118,7 +118,7 @@ def test_weights_tokenizer_and_template_come_from_the_file(model, plain, capfd):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_quantized_weights_are_multiplied_out_where_a_dtype_is_asked_for(model, tmp_path, dtype):
     read_back = write(tmp_path / "small.gguf", model, KIND.Q8_0)
-    llm = lookahead.load(tmp_path, dtype=dtype)  # a folder that holds one
+    llm = lookahead.load(tmp_path, dtype=dtype)  # a folder with one file
     assert llm.model.dtype is dtype
     assert llm.name == str(tmp_path / "small.gguf")
     state = llm.model.state_dict()

@@ -1,4 +1,4 @@
-"""GGUF files whose headers lie: each is refused in one line, before memory is taken by their counts."""
+"""GGUF files with false headers: each gets a one-line error, before its counts allocate memory."""
 
 import re
 import struct
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="m
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A file of seven layers with four heads of 128 numbers, two key heads and an embedding of 256 numbers."""
+    """A file with seven layers, four heads of size 128, two key heads and an embedding size of 256."""
     path = tmp_path_factory.mktemp("damage") / "llama.gguf"
     write_gguf(path, "llama", ("Q8_0", "Q4_K"), chat_template=CHAT, num_hidden_layers=7)
     return path
@@ -41,7 +41,7 @@ def loader(whole):
 
 
 def changed(path, values, target):
-    """A copy of a file in which numbers of the header have other values; a list for those of one name."""
+    """A copy of a file with changed header numbers; a list gives several numbers of one name."""
     data = bytearray(path.read_bytes())
     for name, value in values.items():
         places = [number for number in numbers(path) if number.name == name]
@@ -52,7 +52,7 @@ def changed(path, values, target):
 
 
 UP, DOWN, QUERY = (f"blk.3.{part}.weight" for part in ("ffn_up", "ffn_down", "attn_q"))
-#: What is written over, and what the error says.
+#: Overwritten values, and the expected error.
 WRONG = [
     *(({"llama.block_count": n}, f"llama.block_count must be 7, .* got {n};") for n in (0, 6, 8, 2**31)),
     *(({"llama.attention.head_count": n}, "attention.head_count") for n in (0, 1, 3, 7, 8, 2**31)),
@@ -133,7 +133,7 @@ def test_what_is_no_gguf_file(tmp_path):
 
 
 class Writer:
-    """A file of one architecture with tensors taken out or put in."""
+    """A file of one architecture with tensors removed or added."""
 
     def __init__(self, path, source):
         self.path, self.source = path, gguf.GGUFReader(source)
@@ -214,7 +214,7 @@ def test_tensors_that_may_be_there(writer):
 
 
 def test_an_architecture_that_only_transformers_knows(writer):
-    """Less is known of it: layers, embedding and vocabulary, and no count is larger than any dimension."""
+    """Only layers, embedding and vocabulary are checked, and that no count exceeds all dimensions."""
     writer.added = {"blk.6.more.weight": np.ones(3, np.float32)}
     file = writer.write("stablelm")
     check_file(file)
@@ -274,7 +274,7 @@ def test_a_tokenizer_that_cannot_be(key, value, match, whole):
 
 
 def test_a_merge_out_of_the_vocabulary_is_said_in_one_line(whole, tmp_path):
-    """A token whose text changed by one bit, as the audit found it."""
+    """A token whose text changed by one bit, as found in an audit."""
     data = bytearray(whole.read_bytes())
     token = GGUFFile(whole).metadata["tokenizer.ggml.merges"][0].replace(" ", "").encode()
     at = data.index(struct.pack("<Q", len(token)) + token) + 8
@@ -304,7 +304,7 @@ def test_a_damaged_file_is_refused_or_decodes():
 
 
 def test_the_fuzzer_finds_what_is_not_checked(whole, tmp_path):
-    """Without the checks the files of ``WRONG`` decode nonsense, end in a traceback, or take memory."""
+    """Without the checks, such files decode nonsense, end in a traceback, or exhaust memory."""
     unchecked = (
         "from lookahead.models import gguf_sizes as sizes; "
         "sizes._check_tensors = lambda *_: None; "

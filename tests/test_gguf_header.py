@@ -1,4 +1,4 @@
-"""Headers of GGUF files: the same as the package gguf reads, and a clear error for every damaged one."""
+"""GGUF headers: read as the gguf package reads them, with a clear error for every damaged one."""
 
 import os
 import resource
@@ -21,7 +21,7 @@ KIND = gguf.GGMLQuantizationType
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A file with every type of value and several types of blocks."""
+    """A file with every value type and several block types."""
     path = tmp_path_factory.mktemp("header") / "small.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     for name, add, value in [

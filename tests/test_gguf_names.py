@@ -1,4 +1,4 @@
-"""Names and settings of GGUF files beside the package gguf's own table and transformers' reader."""
+"""Names and settings of GGUF files, compared with the gguf package's tables and with our specs."""
 
 import gguf
 import pytest
@@ -14,14 +14,14 @@ ARCHITECTURES = {name: number for number, name in MODEL_ARCH_NAMES.items()}
 def test_tensors_are_those_of_the_package_gguf(architecture):
     theirs = {TENSOR_NAMES[tensor] for tensor in MODEL_TENSORS[ARCHITECTURES[architecture]]}
     ours = {name.replace("{layer}", "{bid}") for name in GGUF_NAMES[architecture].tensors.values()}
-    if "output" not in theirs:  # the head of such a model is always the embedding
+    if "output" not in theirs:  # such models always use the embedding as head
         ours.remove("output")
     assert ours <= theirs
 
 
 @pytest.mark.parametrize("architecture", GGUF_NAMES)
 def test_parts_are_those_of_the_spec(architecture):
-    """A part of the Spec is named where the class has it, and nowhere else."""
+    """Names exist for exactly those parts of the Spec that the class has."""
     names = GGUF_NAMES[architecture]
     spec = REGISTRY[names.model_class]
     for part in names.tensors:

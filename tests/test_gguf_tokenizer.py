@@ -1,4 +1,4 @@
-"""Tokenizers built from GGUF metadata give the token ids and texts that transformers' own reader gives."""
+"""Tokenizers built from GGUF metadata give the same token ids and text as transformers' own reader."""
 
 import random
 from functools import cache
@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import generate_merges
 from lookahead.models.gguf import GGUFFile
 from lookahead.models.tokenizer import GGUFTokenizer, build_tokenizer, byte_alphabet, merges_of
 
-#: Beside plain prose and code: what tokenizers get wrong.
+#: In addition to prose and code: known difficult input.
 AWKWARD = [
     "",
     " ",
@@ -42,7 +42,7 @@ AWKWARD = [
 
 @cache
 def lines():
-    """1,000 lines and more of this project's code and pages, in pieces as they stand."""
+    """The awkward inputs, and 1,000 random lines of this project's code and pages."""
     root = Path(__file__).parent.parent
     files = sorted([*root.glob("docs/*.md"), *root.glob("*.md"), *root.glob("src/**/*.py")])
     found = [line for file in files for line in file.read_text().splitlines(keepends=True) if line.strip()]
@@ -75,7 +75,7 @@ def same(ours, theirs, texts):
 
 
 def digits_apart(tokenizer):
-    """transformers' reader does not know that digits stand apart in this vocabulary; see ``DIGITS_APART``."""
+    """Split off digits, which transformers' reader does not for this vocabulary; see ``DIGITS_APART``."""
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
     return tokenizer
@@ -155,7 +155,7 @@ SENTENCEPIECE["tokenizer.ggml.token_type"] = [2, 3, 3, *[6] * 256, *[1] * (COUNT
 
 
 def by_transformers(metadata):
-    """The backend that transformers makes of the same metadata."""
+    """transformers' own backend, built from the same metadata."""
     prefix = "tokenizer.ggml."
     names = {"model": "tokenizer_type", "pre": "pre_tokenizer_type"}
     own = {
@@ -167,7 +167,7 @@ def by_transformers(metadata):
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_sentencepiece(architecture):
     metadata = SENTENCEPIECE | {"general.architecture": architecture, "tokenizer.ggml.add_bos_token": False}
-    if architecture == "gemma3":  # whose class in transformers adds these where they are missing
+    if architecture == "gemma3":  # its transformers class adds these if they are missing
         names = {"<s>": "<bos>", "</s>": "<eos>", "▁▁": "   ", "<tool>": "<pad>"}
         metadata["tokenizer.ggml.tokens"] = [
             names.get(token, token) for token in metadata["tokenizer.ggml.tokens"]
@@ -204,7 +204,7 @@ def test_byte_level_tokens_equal_those_of_transformers(pre):
 
 
 def test_merges_of_a_vocabulary():
-    """Of "abc" the cut with the longer left part comes first, and the better token before all."""
+    """Better tokens come first; for "abc", the split with the longer left part comes first."""
     merges = merges_of(["a", "b", "c", "ab", "bc", "abc"], [0, -1, -2, -3, -4, -5])
     assert merges == [("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")]
 

@@ -1,4 +1,4 @@
-"""The GPU check without a GPU: its budget, its page, parts that fail or hang, interrupts, a dry run of all parts."""
+"""The GPU check without a GPU: budget, page, parts that fail or hang, interrupts, a dry run of all parts."""
 
 import importlib.util
 import os
@@ -37,7 +37,7 @@ ROW = (
 
 
 def run(check, monkeypatch, tmp_path, programs, budget=40.0):
-    """Run parts that are small programs; the page."""
+    """Run programs as parts; return the page."""
     monkeypatch.setattr(
         check,
         "command_of",
@@ -70,7 +70,7 @@ def test_a_failing_part_and_one_that_hangs_end_no_other(check, monkeypatch, tmp_
 
 
 def test_an_interrupt_leaves_what_was_measured(check, monkeypatch, tmp_path):
-    """The page is complete while a part runs, whatever ends it."""
+    """The page is complete while a part runs, however it ends."""
     out, seen = tmp_path / "page.md", tmp_path / "seen.md"
     wait = f"import os, shutil, signal, time\n{ROW}\ntime.sleep(1)\nshutil.copy({str(out)!r}, {str(seen)!r})"
     program = f"{wait}\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(60)"
@@ -122,7 +122,7 @@ def test_bad_arguments_are_one_line(check, monkeypatch, capsys, given, message):
 
 
 def test_free_time_is_measured_on_the_same_steps(monkeypatch):
-    """Medians over steps of the launch and of the rest; a difference of medians would be 5 here."""
+    """The median launch and the median rest of a step; a difference of medians would be 5 here."""
     checks = module("gpu_checks")
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(checks.time, "perf_counter", lambda: clock.now)
@@ -142,7 +142,7 @@ def test_free_time_is_measured_on_the_same_steps(monkeypatch):
 
 
 def program(words, out):
-    """What a forked process runs: the script with these words, as a program of its own would."""
+    """Run the script with these arguments in a forked process, as a separate program would."""
     os.setsid()
     os.chdir(SCRIPTS.parent)
     for number in (1, 2):
@@ -152,7 +152,7 @@ def program(words, out):
 
 
 class Forked:
-    """What ``run_part`` uses of ``subprocess.Popen``, without loading torch and transformers for each part."""
+    """The part of ``Popen`` that ``run_part`` uses, without importing torch and transformers each time."""
 
     def __init__(self, command, **options):
         ours, theirs = forks().Pipe(duplex=False)
@@ -176,7 +176,7 @@ class Forked:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)  # a minute on an idle core
 def test_a_dry_run_of_all_parts(check, monkeypatch, tmp_path):
-    """The first part is started as a user's command starts it; the others are forked."""
+    """The first part starts as from a user's command; the others are forked."""
     page = tmp_path / "page.md"
     starts = iter([subprocess.Popen])
     start = SimpleNamespace(

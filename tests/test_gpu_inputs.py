@@ -1,4 +1,4 @@
-"""What can be wrong with a GPU before and while a model is loaded: one line each."""
+"""GPU problems before and during model loading: each gives a one-line message."""
 
 import ast
 import re
@@ -26,7 +26,7 @@ OLD_DRIVER = (
 
 @pytest.fixture
 def build(monkeypatch):
-    """A build of torch with CUDA; ``build(count, error, warning)``: its GPUs, and what it says of them."""
+    """A fake CUDA build of torch; ``build(count, error, warning)`` sets its GPUs and its messages."""
 
     def make(count=0, error="", warning=""):
         def available():
@@ -83,7 +83,7 @@ def test_a_gpu_that_was_asked_for_and_cannot_be_used_is_an_error(build, monkeypa
 def test_hidden_devices_are_named(build, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     build(error="No CUDA GPUs are available")
-    assert loading._device(None) == "cpu"  # without a word: that is what the variable is for
+    assert loading._device(None) == "cpu"  # silently, because the variable is meant for it
     assert "got 'cuda' (No CUDA GPUs are available; CUDA_VISIBLE_DEVICES is '')" in refused("cuda")
 
 
@@ -116,7 +116,7 @@ def test_float16_that_overflows_is_refused_and_a_single_bad_token_is_not():
         loading._check_causal(model, "it")
 
 
-#: Names of torch that are newer than 2.5, with the version that brought them.
+#: Names in torch that are newer than 2.5, with the version that added them.
 NEWER = {"AcceleratorError": (2, 8), "accelerator": (2, 6)}
 
 

@@ -1,4 +1,4 @@
-"""docs/gpu.md is what the model computes, and the model is what its docstring says; a few numbers by hand."""
+"""docs/gpu.md matches what the model computes, and the model matches its docstring and hand calculations."""
 
 import re
 from pathlib import Path
@@ -45,13 +45,13 @@ def test_the_example_in_the_module_is_right():
 
 
 def test_models_have_their_number_of_weights():
-    """Llama-2 7B: 6.74 billion with both matrices of the vocabulary and without norms; Llama-3.2 1B: 1.24."""
+    """Llama-2 7B: 6.74 billion with both vocabulary matrices and without norms; Llama-3.2 1B: 1.24."""
     assert LARGE.layer_weights + 2 * LARGE.output_weights == pytest.approx(6.74e9, rel=0.002)
     assert SMALL.layer_weights + SMALL.output_weights == pytest.approx(1.236e9, rel=0.002)
 
 
 def test_cards_between_the_paper_and_the_model():
-    """With the paper's own S, the model is within a sixth of every speed-up that the paper measured."""
+    """With the paper's S, the model exceeds each speed-up measured there by at most a sixth."""
     for line in gpu_model.published_table().splitlines()[2:]:
         measured, _, modelled = re.findall(r"\d\.\d+", line)[:3]
         assert float(measured) <= float(modelled) <= 7 / 6 * float(measured)

@@ -1,4 +1,4 @@
-"""The drop-in: whatever model.generate returns, this returns; what cannot work is refused by name."""
+"""The drop-in returns what model.generate returns and refuses by name what it does not support."""
 
 import functools
 import re
@@ -39,7 +39,7 @@ def prompts(batch=2, padded=True):
 
 
 def both(inputs=None, model=None, drafted=None, **options):
-    """(plain, ours), each with the generator's state after it."""
+    """(plain, ours); checks that the generator states agree."""
     model = model if model is not None else model_of()
     inputs = inputs if inputs is not None else prompts()
     options.setdefault("max_new_tokens", 48)
@@ -55,7 +55,7 @@ def both(inputs=None, model=None, drafted=None, **options):
 
 
 class CountingCriteria(StoppingCriteria):
-    """Stops where the last three tokens sum to a multiple of 11, and counts how often it is asked."""
+    """Stops where the last three tokens sum to a multiple of 11, and counts its calls."""
 
     def __init__(self):
         self.asked = 0
@@ -66,7 +66,7 @@ class CountingCriteria(StoppingCriteria):
 
 
 class NoOddAfterOdd(LogitsProcessor):
-    """Path-dependent: its law depends on the true prefix."""
+    """Path-dependent: scores depend on the true prefix."""
 
     def __call__(self, input_ids, scores):
         scores = scores.clone()
@@ -119,7 +119,7 @@ def test_the_output_equals_that_of_model_generate(name, family, batch):
     assert ours.tolist() == plain.tolist()
 
 
-#: Without its budget, which may choose plain decoding where steps are as small as here.
+#: Fixed rows, because the budget may choose plain decoding for steps this small.
 ADAPTIVE = {"drafter": Adaptive(rows=24)}
 
 
@@ -163,7 +163,7 @@ def test_scores_logits_and_cache(batch, sampled):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_scores_where_a_row_ended_long_before_the_longest(seed):
-    """Padded rows are carried on for their scores by a new drafter, when their noise has long been given up."""
+    """A new drafter continues padded rows for their scores, long after their noise was discarded."""
     model = tiny_model("llama", seed=1, initializer_range=0.05)
     torch.manual_seed(seed)
     ids = torch.randint(10, 96, (3, 8))
@@ -180,7 +180,7 @@ def test_scores_where_a_row_ended_long_before_the_longest(seed):
 @pytest.mark.parametrize("family", ["llama", "phi"])
 @pytest.mark.parametrize("wanted", ["output_scores", "output_logits"])
 def test_scores_where_padding_is_the_end_token(family, wanted):
-    """The usual setting of models without a padding token: a row that has ended goes on over end tokens."""
+    """Usual for models without a padding token: a row that has ended continues over end tokens."""
     options = {"return_dict_in_generate": True, wanted: True, "eos_token_id": [2, 5, 9, 30, 40, 50, 60]}
     plain, ours = both(prompts(3), model_of(family), pad_token_id=2, **options)
     ends = [
@@ -205,7 +205,7 @@ def test_the_compiled_path_serves_scores_and_caches_and_stays_after_outputs_were
     everything = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     assert path_of(model) == path_of(model, **everything) == "cpu"
     compiled = make_target(model).compiled
-    # transformers leaves hooks on the layers, which do nothing from then on.
+    # transformers leaves hooks on the layers; afterwards they do nothing.
     model.generate(
         **prompts(1),
         max_new_tokens=2,
@@ -243,7 +243,7 @@ def test_names_of_other_libraries_say_what_was_meant(name, meant):
 
 
 def test_autocast_is_refused_and_leaves_nothing_behind():
-    """Its passes round otherwise: compiled ones ignore it, and a probe taken under it would outlive it."""
+    """Autocast changes rounding: compiled passes ignore it, and a probe result would outlive it."""
     model = tiny_model("llama", initializer_range=0.1)
     for _ in range(2):  # before the first use of the model, and after it
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -308,7 +308,7 @@ def test_the_compiled_path_hands_back_the_models_own_cache(family, dtype):
 
 @pytest.mark.parametrize(("family", "seed"), [("llama", 1), ("llama", 4), ("gpt-neox", 0), ("phi", 2)])
 def test_a_text_in_bf16_does_not_depend_on_earlier_calls(family, seed):
-    """Rows of a larger pass round otherwise, so step times that were learnt before must not choose its size."""
+    """Rows of a larger pass round differently, so step times learned earlier must not choose its size."""
     model = tiny_model(family, seed=seed, initializer_range=0.1, eos_token_id=None).to(torch.bfloat16)
     inputs = {"input_ids": torch.randint(10, 96, (1, 14), generator=torch.Generator().manual_seed(seed))}
     options = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
@@ -341,7 +341,7 @@ def test_the_noise_of_a_batch_is_given_up_once_no_row_wants_it():
     with pytest.raises(KeyError):
         stream.at(3)
     assert torch.equal(stream.at(4), drawn[4])
-    stream.settle(5)  # as after five steps of plain sampling: the sixth number is drawn again
+    stream.settle(5)  # as after five steps of plain sampling: the sixth draw is repeated
     assert torch.equal(torch.empty(2, 5).exponential_(1), drawn[5])
 
 
@@ -366,7 +366,7 @@ def test_a_criterion_is_asked_once_per_token_and_never_overrun():
 
 
 class Recorder:
-    """A streamer that keeps what it is given."""
+    """A streamer that records what it gets."""
 
     def __init__(self):
         self.pieces, self.ended = [], 0
@@ -382,7 +382,7 @@ class Recorder:
 def test_a_streamer_gets_the_same_pieces(bound):
     theirs, mine = Recorder(), Recorder()
     model_of().generate(**prompts(1), max_new_tokens=30, streamer=theirs)
-    if bound:  # then the prompt is not put, because model.generate does not know of the streamer
+    if bound:  # the prompt is not put, because model.generate is unaware of the streamer
         ours = functools.partial(generate, streamer=mine)
         model_of().generate(**prompts(1), max_new_tokens=30, custom_generate=ours)
         theirs.pieces = theirs.pieces[1:]
@@ -417,7 +417,7 @@ def letter_tokenizer():
 
 @pytest.mark.parametrize("bound", [False, True])
 def test_stop_strings_with_a_tokenizer(letter_tokenizer, bound):
-    """transformers takes the tokenizer out of the keywords before it looks for those of a callable."""
+    """transformers removes the tokenizer from the keywords before it looks for those of a callable."""
     model, options = model_of(), {"max_new_tokens": 48, "eos_token_id": None}
     whole = model.generate(**prompts(1), **options)[0, 14:].tolist()
     stop = letter_tokenizer.decode(whole[20:22])

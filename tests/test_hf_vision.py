@@ -30,7 +30,7 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-#: Rotary positions of three axes: time, height and width.
+#: Rotary positions on three axes: time, height and width.
 MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 QWEN = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
 #: Class and config by family.
@@ -133,7 +133,7 @@ def test_the_drop_in_and_llm_agree():
 
 
 def test_token_types_of_text_alone_are_no_media():
-    """Processors of these models return them for every prompt."""
+    """These models' processors return them with every prompt."""
     inputs = prompts(1)
     types = torch.zeros_like(inputs["input_ids"])
     model, options = model_of("qwen2_vl"), {"max_new_tokens": 24}

@@ -1,4 +1,4 @@
-"""Hidden states, what the output matrix reads: on every path that gives them, and None where nobody asked."""
+"""Hidden states (inputs of the output matrix): on every path that has them, and None unless requested."""
 
 import numpy as np
 import pytest
@@ -31,14 +31,14 @@ def trees(hidden=True):
 
 
 def evaluated(target, hidden=True):
-    """The trees, and their scores in one pass."""
+    """Trees and their scores from one pass."""
     target.prefill(list(enumerate(PROMPTS)))
     both = trees(hidden)
     return list(zip(both, target.forward(list(enumerate(both))), strict=True))
 
 
 def reference(model, prompt, tree, node):
-    """What the model itself gives its output matrix after this path."""
+    """The model's own input to its output matrix after this path."""
     ids = torch.tensor([prompt + tree.path_tokens(node)], device=model.device)
     with torch.no_grad():
         state = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, -1]
@@ -111,7 +111,7 @@ def test_without_a_question_there_are_none(path):
     slots = [(slot, TokenTree(3)) for slot in range(2)]
     for scores in (*target.prefill(list(enumerate(PROMPTS))), *target.forward(slots)):
         assert scores.hidden(0) is None
-    if path == "plain":  # nor with one
+    if path == "plain":  # nor on request
         tree = TokenTree(3)
         tree.needs_hidden = True
         assert target.forward([(0, tree)])[0].hidden(0) is None

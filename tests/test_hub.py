@@ -23,7 +23,7 @@ def tiny():
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    """transformers copies the code that it loads; not into the user's cache here."""
+    """Keep the code that transformers copies out of the user's cache."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = set(sys.modules)
@@ -87,7 +87,7 @@ def test_what_cannot_work_is_refused_by_name(tiny):
 
 
 def test_a_missing_package_is_said_with_its_pip_line(tiny, monkeypatch):
-    """By transformers, which reads requirements.txt, and by the file itself where only the import fails."""
+    """transformers reports it from requirements.txt; the file itself does if only the import fails."""
     model, tokenizer = tiny
     inputs = tokenizer("def add(", return_tensors="pt")
     found = importlib.metadata.version

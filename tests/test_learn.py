@@ -1,4 +1,4 @@
-"""``lookahead learn``: from a model to a table that every command finds, interrupted and continued."""
+"""``lookahead learn``: build a table that every command finds, interrupt the run and continue it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A light head: its file, and its compiled and its torch form beside numpy."""
+"""A light head: its file, and its compiled and torch forms against numpy."""
 
 import hashlib
 import json
@@ -105,7 +105,7 @@ def test_blocks_of_zeros_and_of_large_numbers(bits, steps):
     read = from_blocks(QUANTIZE[bits][1](rows), bits)
     assert np.abs(read - rows).max() < 3e4 / steps
     assert (read[0] == 0).all()
-    assert (from_blocks(QUANTIZE[bits][1](read), bits) == read).all()  # rounding once more changes nothing
+    assert (from_blocks(QUANTIZE[bits][1](read), bits) == read).all()  # rounding again changes nothing
 
 
 def damage(file, **changes):
@@ -238,7 +238,7 @@ def test_decoded_rows_are_those_of_the_model(models):
 
 
 class Oracle:
-    """A head that knows the text: under each row it guesses the token that follows, and wrong ones."""
+    """A head that is given the text: for each row, it guesses the next token and wrong ones."""
 
     levels, cost = 3, 0.0
 
@@ -307,7 +307,7 @@ def test_guesses_are_verified_and_change_no_token(chain, right):
     assert decoded(drafter).stats.compression_ratio < 1.1
     assert result.stats.drafter["head_calls"] == len(head.calls)
     assert result.stats.drafter["accepted_by_head"] > 10
-    # The first step has no hidden state; then the root is always asked for, at its own position.
+    # The first step has no hidden state; then the head is called for each root, at its position.
     roots = {position for position, _ in head.calls}
     assert min(roots) == len(PROMPT) + 1
     if not chain:
@@ -385,7 +385,7 @@ def test_sampled_guesses_are_ranked_with_the_noise():
 
 
 class Prefilled(StateTarget):
-    """Also the scores of a prefill can be asked for their context."""
+    """The scores of a prefill also provide their context."""
 
     def prefill(self, prompts):
         return [StateScores(scores, 0, TokenTree(0)) for scores in super().prefill(prompts)]
@@ -407,7 +407,7 @@ def test_the_counts_of_a_head_start_the_calibration():
     guesses = tables.calibration.guesses
     assert guesses["trials"].tolist() == np.full((3, GREEDY_GUESSES), 10.0).tolist()
     guesses["trials"][0, 0] = 12.0
-    tables.use_head(head)  # the same head: what was learned stays
+    tables.use_head(head)  # the same head keeps what was learned
     assert guesses["trials"][0, 0] == 12.0
     tables.use_head(Oracle(None, []))
     assert guesses["trials"][0, 0] == 10.0
@@ -421,7 +421,7 @@ def llm(models):
 def test_texts_with_a_head_are_those_of_plain_decoding(llm, file, monkeypatch):
     monkeypatch.setattr(
         light_head, "measured_cost", lambda head, target: 0.0
-    )  # next to this model, it costs too much
+    )  # for this model, it costs too much
     drafter = Adaptive(rows=8, head=str(file))
     for options in ({}, {"temperature": 0.8, "seed": 3}):
         plain = llm.generate([5, 6, 7], drafter="plain", max_new_tokens=40, **options)

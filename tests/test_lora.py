@@ -1,4 +1,4 @@
-"""Adapters of peft: loaded, merged, unmerged, switched and taken off, each equal to plain generate."""
+"""PEFT adapters loaded, merged, unmerged, switched and removed: output equals plain generate."""
 
 import pytest
 import torch
@@ -9,12 +9,12 @@ from lookahead.testing import tiny_model
 
 peft = pytest.importorskip("peft")
 
-# An adapter that is not merged is no part of a compiled pass.
+# Compiled passes do not support unmerged adapters.
 pytestmark = pytest.mark.filterwarnings("ignore:lookahead.generate runs this model on the slower")
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 9, 11]])
 GREEDY = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 40, "do_sample": False}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.8}
-#: Strong enough that every adapter changes the text.
+#: Strong enough that every adapter changes the output.
 SETTINGS = {"r": 4, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 
 
@@ -42,7 +42,7 @@ def folders(tmp_path):
 
 
 def text(model):
-    """The greedy text, after a look that lookahead gives the same one, and the same sample."""
+    """Check greedy and sampled output against plain generate; return the greedy sequence."""
     for options in (GREEDY, SAMPLED):
         torch.manual_seed(0)
         plain = model.generate(input_ids=PROMPT, **options)
@@ -86,7 +86,7 @@ def test_an_adapter_that_is_taken_off(model, folders):
     assert make_target(model).path == "cpu"
 
 
-@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # transformers itself calls peft so
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # caused by how transformers calls peft
 def test_adapters_that_transformers_loads(model, folders):
     base = text(model)
     model.load_adapter(folders[0], "first")
@@ -112,7 +112,7 @@ def test_a_loaded_model_with_an_adapter(model, folders):
 
 
 def test_a_merge_between_two_calls_needs_refresh(model, folders):
-    """merge_and_unload writes to ``weight.data``, which leaves no trace where no call saw the adapter in between."""
+    """merge_and_unload writes to ``weight.data``, which is undetectable if no call ran with the adapter."""
     base = text(model)
     merged = peft.PeftModel.from_pretrained(model, folders[0]).eval().merge_and_unload()
     assert merged is model

@@ -1,5 +1,5 @@
-"""Packed weights: every block type is decoded as the package gguf decodes it, a product is that of the decoded
-weights and the quantized rows, and a row has the same bits alone and among 64."""
+"""Packed weights: every block type decodes as in the gguf package, a product equals that of the decoded
+weights and quantized rows, and a row is bit-identical alone and among 64 rows."""
 
 import gguf
 import numpy as np
@@ -12,7 +12,7 @@ from lookahead.targets.cpu.operations import call
 from lookahead.targets.cpu.packed import KIND_INDEX, KINDS, PANEL, RECORD, decoder_address, pack_panels
 from lookahead.targets.cpu.packed_gemm import kernel_address, microkernel, quantize
 
-#: 40 outputs: the last panel of the second group has none, the one before is half full.
+#: 40 outputs: the last panel of the second group is empty, the one before it half full.
 INNER, OUTPUTS = 512, 40
 NAMES = [kind.name for kind in KINDS]
 
@@ -37,14 +37,14 @@ def quantize_rows(rows, stride, blocks, count):
 
 
 def file_bytes(name, outputs, inner, seed=0):
-    """Blocks of a type as a file holds them, (outputs, bytes)."""
+    """Blocks of one type as stored in a file, (outputs, bytes)."""
     generator = np.random.default_rng(seed)
     kind, number = KINDS[KIND_INDEX[name]], gguf.GGMLQuantizationType[name]
     values = generator.standard_normal((outputs, inner)).astype(np.float32) / 20
     try:
         return gguf.quantize(values, number).view(np.uint8).reshape(outputs, -1)
     except NotImplementedError:
-        # The package only decodes these. Any bytes are a block, once its factors are sane.
+        # The package only decodes these. Any bytes form a block if its factors are sane.
         raw = generator.integers(0, 256, (outputs * inner // 256, kind.file_bytes), dtype=np.uint8)
         factors = generator.uniform(0.5, 1.5, (len(raw), 2)).astype(np.float16) / np.float16(1000)
         if name == "Q6_K":
@@ -64,7 +64,7 @@ def aligned(size):
 
 
 def panels_of(name, raw, inner):
-    """(table, memory) of a linear with these outputs, in whole groups."""
+    """(table, memory) of a linear layer with these outputs, in whole groups."""
     order = np.full(-(-len(raw) // packed.GROUP) * packed.GROUP, -1)
     order[: len(raw)] = np.arange(len(raw))
     size = KINDS[KIND_INDEX[name]].panel_bytes(inner)
@@ -77,7 +77,7 @@ def panels_of(name, raw, inner):
 
 
 def rows_of(x):
-    """Rows with their quantized blocks behind them, and what those decode to."""
+    """Rows followed by their quantized blocks, and the values those decode to."""
     count, inner = x.shape
     stride = 4 * inner + inner // packed.BLOCK * RECORD
     memory = aligned(count * stride).reshape(count, stride)
@@ -85,7 +85,7 @@ def rows_of(x):
     quantize_rows(memory.ctypes.data, stride, inner // packed.BLOCK, count)
     records = memory[:, 4 * inner :].reshape(count, -1, RECORD)
     scales = np.ascontiguousarray(records[..., 32:36]).view(np.float32)
-    with np.errstate(invalid="ignore"):  # rows that hold what is no number
+    with np.errstate(invalid="ignore"):  # rows with NaN or infinity
         return memory, (records[..., :32].view(np.int8) * scales).reshape(count, inner)
 
 
@@ -121,7 +121,7 @@ def test_a_product_is_that_of_decoded_weights_and_quantized_rows(name):
     exact = KINDS[KIND_INDEX[name]].bits > 8
     wanted = (x if exact else quantized).astype(np.float64) @ decoded(name, raw).T.astype(np.float64)
     got = times(table, rows, len(x), INNER)
-    # 512 products and 16 blocks in fp32: 1e-6 of the largest sum; the rounding of the rows alone is 1,000 times more.
+    # 512 products and 16 blocks in fp32: 1e-6 of the largest sum; quantizing the rows: 1,000 times as much.
     limit = 2e-6 * np.abs(wanted).max()
     assert np.abs(got[:, :OUTPUTS] - wanted).max() < limit
     assert (got[:, OUTPUTS:] == 0).all()
@@ -140,7 +140,7 @@ def test_a_row_has_the_same_bits_in_any_company(name):
 
 @pytest.mark.parametrize("name", [kind.name for kind in KINDS if kind.bits <= 8])
 def test_the_largest_integer_sums_do_not_overflow(name):
-    """All bytes of the quants 255, and rows of the largest number of either sign."""
+    """All quant bytes are 255, and rows have the largest value of either sign."""
     table, memory = panels_of(name, file_bytes(name, PANEL, INNER), INNER)
     kind = KINDS[KIND_INDEX[name]]
     first = int(table[0, 0]) - memory.ctypes.data
@@ -173,11 +173,11 @@ def test_rows_of_any_size_are_quantized(value):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_no_number_shows_in_the_product(value):
-    """A NaN must reach the logits, where decoding refuses it; it may not be rounded to a number."""
+    """NaN must reach the logits, where decoding rejects it, and must not be rounded to a number."""
     table, _memory = panels_of("Q4_1", file_bytes("Q4_1", OUTPUTS, INNER), INNER)
     x = np.ones((2, INNER), np.float32)
     x[1, 7] = value
-    with np.errstate(invalid="ignore"):  # rows_of multiplies the scale, inf, by the number 0
+    with np.errstate(invalid="ignore"):  # rows_of multiplies the infinite scale by 0
         rows, _ = rows_of(x)
     got = times(table, rows, 2, INNER)
     assert np.isfinite(got[0]).all()

@@ -1,5 +1,5 @@
-"""Models whose weights stay packed compute what transformers computes with the decoded weights; drafting changes no
-text; what cannot be packed is said in one line."""
+"""Models with packed weights compute what transformers computes with the decoded weights; drafting leaves
+completions unchanged; a one-line message names what cannot be packed."""
 
 import json
 import os
@@ -21,9 +21,9 @@ from toy import VOCABULARY, save
 
 MIXED = ("Q4_K", "Q6_K", "Q8_0", "Q5_K", "Q4_0", "BF16", "Q5_1", "Q4_1", "Q5_0", "F16", "F32")
 TOKENS = torch.randint(4, VOCABULARY, (24,), generator=torch.Generator().manual_seed(5)).tolist()
-#: Root mean square of the difference of logits, in standard deviations of the logits. Products with quantized weights
-#: take rows in blocks of 8 bits: 0.015 to 0.07 was measured (Gemma 3, which has 7 layers here), and 0.43 to 1.5 of a
-#: wrong model. Products with F32, F16 and BF16 weights take rows in fp32: 0.000001 to 0.000005.
+#: RMS difference of the logits, in standard deviations of the logits. Products with quantized weights use
+#: rows in 8-bit blocks: measured 0.015 to 0.07 (Gemma 3, which has 7 layers here), and 0.43 to 1.5 for a
+#: wrong model. Products with F32, F16 and BF16 weights use fp32 rows: measured 0.000001 to 0.000005.
 QUANTIZED_LIMIT, WIDE_LIMIT = 0.1, 1e-4
 DRAFTERS = {
     "adaptive": (Adaptive(), {}),
@@ -47,7 +47,7 @@ def files(tmp_path_factory):
 
 
 def packed_logits(model):
-    """Of every token but the first, which is the prompt; the others are a chain in one step."""
+    """Logits of all tokens but the first, the prompt; the others form a chain in one step."""
     target = make_target(model)
     target.prefill([(0, TOKENS[:1])])
     tree = TokenTree(TOKENS[1])
@@ -58,7 +58,7 @@ def packed_logits(model):
 
 
 def logits(model):
-    """The same by a transformers model."""
+    """The same logits from a transformers model."""
     with torch.no_grad():
         return model(torch.tensor([TOKENS])).logits[0, 1:]
 
@@ -68,7 +68,7 @@ def difference(got, expected):
 
 
 def wrong_models(model):
-    """The model with gate and up exchanged, then with the rows of a query in another order, each in one layer."""
+    """Yield the name of each fault while one layer has it: gate and up swapped, query rows reordered."""
     for name, module in model.named_modules():
         if name.endswith("layers.0.mlp") and hasattr(module, "gate_proj"):
             module.gate_proj, module.up_proj = module.up_proj, module.gate_proj
@@ -113,7 +113,7 @@ def test_weights_of_16_and_32_bits_compute_in_fp32(architecture, files):
     assert difference(got, logits(reference_model(path))) < WIDE_LIMIT
 
 
-# ---------------------------------------------------------------- texts
+# ---------------------------------------------------------------- completions
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_drafted_texts_equal_plain_decoding(architecture, drafter, loaded):
     drafted, plain = (llm.generate(TOKENS * 2, drafter=each, **options) for each in (how, Plain()))
     assert drafted.tokens == plain.tokens
     assert len(plain.tokens) == 48
-    if drafter != "adaptive":  # which may decide that no row pays
+    if drafter != "adaptive":  # adaptive may decide that no row pays off
         assert max(drafted.stats.rows_per_step) > 1
 
 
@@ -197,7 +197,7 @@ def test_doctor_and_verify(files):
 
 
 def test_verify_finds_a_wrong_token(files, accept_a_wrong_node):
-    """Rounding is no excuse here: exit status 1, and the gap of the logits by the packed model itself."""
+    """Rounding is no excuse here: exit status 1, with the logit gap of the packed model itself."""
     code, out, _ = call("verify", files("llama", MIXED), "--prompt", "def add(a, b):\n    return", "--json")
     (run,) = json.loads(out)["prompts"]
     assert (code, run["equal"]) == (1, False)

@@ -1,4 +1,4 @@
-"""The paper's laboratory: its equations, its tests of sampled texts, and each of its commands on a tiny model."""
+"""Reproduction of the paper: equations, tests of sampled completions, and each command on a tiny model."""
 
 import errno
 import gzip
@@ -95,7 +95,7 @@ def test_intervals_keep_the_texts_of_a_prompt_together():
             "prefill_tokens": 1,
         }
 
-    # S of a is 1 to 8 by prompt, of b 0.1 more everywhere: the intervals overlap, the difference is beyond doubt
+    # By prompt, S of a is 1 to 8 and S of b 0.1 more: the intervals overlap, yet the difference is certain
     records = [record(i, "a", 10 * (i + 1), 10) for i in range(8)]
     records += [record(i, "b", 10 * (i + 1) + 1, 10) for i in range(8)]
     drawn = drawn_ratios(records, ["a", "b", "never run"])
@@ -107,7 +107,7 @@ def test_intervals_keep_the_texts_of_a_prompt_together():
     assert differ(a, b)
     assert not differ(a, a)
     assert all(math.isnan(end) for end in interval(never))
-    # ten copies of each prompt are no more prompts
+    # ten copies of each prompt add no new prompts
     assert interval(drawn_ratios(records * 10, ["a"])) == (low, high)
 
 
@@ -197,7 +197,7 @@ def name_of(path):
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.name)
 def test_every_figure_of_a_page_is_what_its_records_say(path):
-    """Page and figures are computed again from the committed records, text by text."""
+    """Page and figures are recomputed from the committed per-completion records."""
     name = path.name.removesuffix(".jsonl.gz")
     head, records = committed.read(path)
     page = paper.module_of(name).page(head, records)
@@ -216,7 +216,7 @@ def test_every_figure_of_methods_side_by_side_is_what_its_records_say(name):
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
 def test_committed_records_are_whole(path):
-    """Equality is what the hashes of the texts say, and no text of a data set is committed."""
+    """Equality agrees with the completions' hashes, and no data-set text is committed."""
     head, records = committed.read(path)
     assert {"command", *(["parameters"] if path in COMMITTED else [])} <= head.keys()
     plain = plain_of(records)
@@ -227,7 +227,7 @@ def test_committed_records_are_whole(path):
         assert not {"text", "tokens", "reference"} & record.keys()
     enough = 20 if name_of(path) in ("scaling-law", "bench-packed") else 10
     for workload in {record["workload"] for record in records}:
-        # Pages of methods side by side decode each prompt three times, for the range over runs.
+        # Side-by-side pages decode each prompt three times, to give the range over runs.
         decoded = {(r["prompt"], r["repeat"]) for r in records if r["workload"] == workload}
         assert len(decoded) >= enough, workload
 
@@ -275,7 +275,7 @@ def test_a_full_disk_leaves_the_records_that_were_there(tmp_path, monkeypatch):
 
 
 def test_the_schema_of_the_records_is_described():
-    """docs/results/records/README.md has every field, and SHA256SUMS every file."""
+    """docs/results/records/README.md covers every field, SHA256SUMS every file."""
     folder = ROOT / "docs" / "results" / "records"
     described = re.findall(r"`(\w+)`", (folder / "README.md").read_text())
     assert set(committed.FIELDS) | {"tokens_hash", "command", "parameters", "note"} <= set(described)
@@ -287,7 +287,7 @@ def test_the_schema_of_the_records_is_described():
 
 
 def test_what_differs_is_computed():
-    """Every sentence follows its figures; none is fixed."""
+    """Every sentence is derived from its figures; none is fixed."""
     paper_s = [1.0, 1.5, 2.0]
     assert ablation.differences(paper_s, paper_s, paper_s, 3) == []
     higher, lower, loops = ablation.differences([1.0, 1.8, 1.5], paper_s, [1.0, 1.45, 1.5], 3)
@@ -374,7 +374,7 @@ def test_a_command_writes_its_page_and_its_picture(name, tiny, tmp_path, monkeyp
     (tmp_path / "out" / f"{name}.md").unlink()
     monkeypatch.setattr(paper, "load_model", None)
     assert paper.main([name, "--page", "--out", str(tmp_path / "out")]) == 0
-    if name != "parallel":  # whose t(k) is measured anew by every run
+    if name != "parallel":  # each run measures its t(k) again
         assert (tmp_path / "out" / f"{name}.md").read_text() == text
 
 

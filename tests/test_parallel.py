@@ -1,7 +1,7 @@
 """Lookahead parallelism over real gloo ranks: every output equals that of one process.
 
-Processes are forked from one server that has torch loaded. All equality cases of one number of ranks run in
-one set of processes; their results are reported as one test each.
+Processes are forked from one server that has already imported torch. All equality cases for a number of
+ranks run in one set of processes; each is reported as a separate test.
 """
 
 import atexit
@@ -32,7 +32,7 @@ NEW = 48
 RANKS = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
 
 
-# ---- what one rank does; these functions run in other processes
+# ---- functions that each rank runs in its own process
 
 
 def _rank(number, size, port, function, arguments, pipe):
@@ -50,9 +50,9 @@ def _rank(number, size, port, function, arguments, pipe):
 
 
 def launch(size, function, *arguments, within=240.0, hanging=-1):
-    """Run ``function(rank, *arguments)`` on every rank. Per rank (what, value, seconds).
+    """Run ``function(rank, *arguments)`` on every rank. Returns (what, value, seconds) per rank.
 
-    Nobody waits for the rank that is meant to hang.
+    The rank that is meant to hang is not waited for.
     """
     context = forks()
     with socket.socket() as free:
@@ -98,7 +98,7 @@ def join_ranks(make_target, timeout=30.0, model=None):
 
 
 class Sampled:
-    """A seeded draw that looks at the whole row, and at the true prefix."""
+    """A seeded draw that depends on the whole row and on the true prefix."""
 
     def __init__(self, prompt):
         self.seed = sum(prompt)
@@ -113,7 +113,7 @@ class Sampled:
 
 
 def compare(target, make_plain, method, config=CONFIG, prompts=PROMPTS, sampled=False, eos=(), new=NEW):
-    """Decode together and, in this process alone, one by one and plainly."""
+    """Check joint decoding against plain decoding one by one in this process alone."""
 
     def request(name, prompt):
         choose = Sampled(prompt) if sampled else greedy
@@ -130,7 +130,7 @@ def compare(target, make_plain, method, config=CONFIG, prompts=PROMPTS, sampled=
 
 
 def rare_eos(tokens):
-    """A token that is emitted late, so that it ends the text in the middle of an accepted path."""
+    """A token first emitted late, so that it ends the completion in the middle of an accepted path."""
     return min(set(tokens[12:]) - set(tokens[:12]), key=tokens.index)
 
 
@@ -145,7 +145,7 @@ def case_sampled(target, method):
 
 
 def case_narrow(target):
-    """W smaller than the ranks, also with N = 2."""
+    """W smaller than the number of ranks, also with N = 2."""
     for config in ("1,2,0", "1,3,1", "2,2,1", "2,5,0"):
         compare(target, FakeTarget, "lookahead", config)
 
@@ -168,7 +168,7 @@ def case_eos(target):
 
 
 def case_join_and_leave(target):
-    """Sequences that join and are cancelled between steps, in slots used before."""
+    """Sequences join and are cancelled between steps, and slots are reused."""
     from lookahead.core import Engine
 
     def request(prompt):
@@ -225,7 +225,7 @@ def case_two_targets(target):
 
 
 def case_scaling(target):
-    """What ``benchmarks.paper parallel`` computes in one process is what the ranks really do."""
+    """What ``benchmarks.paper parallel`` computes in one process matches what the ranks do."""
     from benchmarks.paper.parallel import record, share_out
 
     (steps,) = record(FakeTarget(), PROMPTS[:1], "9,4,9", NEW, frozenset())
@@ -250,7 +250,7 @@ CASES = {
 
 
 def all_cases(rank):
-    """Rank 0: case -> what went wrong, or None. With it what the work cost."""
+    """On rank 0: case -> what went wrong, or None; rows -> the row counts of the work."""
     ranks = join_ranks(FakeTarget)
     results = {}
     for name, case in CASES.items():
@@ -275,7 +275,7 @@ def tiny_llama(rope=None):
 
 
 def model_cases(rank, family):
-    """A real model: keys and values of rows that a rank lacks are computed again."""
+    """A real model: each rank recomputes the keys and values of rows that it lacks."""
     from families import tiny_model
     from lookahead.targets.paths import make_target
 
@@ -293,7 +293,7 @@ def model_cases(rank, family):
 
 
 class Broken(FakeTarget):
-    """Misbehaves in its n-th forward pass."""
+    """A target that misbehaves in its n-th forward pass."""
 
     def __init__(self, what, when=6):
         super().__init__()
@@ -380,7 +380,7 @@ def unequal_rank(rank, what, files=()):
 
 
 def patient(rank):
-    """Rank 0 thinks for longer than the timeout, and nobody takes it for dead."""
+    """Rank 0 idles for longer than the timeout, and no rank treats it as dead."""
     ranks = join_ranks(FakeTarget, timeout=1.0)
     time.sleep(3.5)
     compare(ParallelTarget(ranks), FakeTarget, "lookahead")
@@ -392,11 +392,11 @@ def leader_ends(rank, how):
     compare(ParallelTarget(ranks), FakeTarget, "lookahead")
     if how == "dies":
         os._exit(3)
-    atexit._run_exitfuncs()  # multiprocessing leaves without them; a program of one's own does not
+    atexit._run_exitfuncs()  # multiprocessing exits without running them; a user's program runs them
 
 
 def command_line(rank, arguments, dies_at):
-    """``lookahead`` with these arguments; rank 1 dies in its n-th step."""
+    """Run ``lookahead`` with these arguments; rank 1 dies in its n-th step."""
 
     from lookahead import llm, loading
     from lookahead.cli import app
@@ -417,7 +417,7 @@ def command_line(rank, arguments, dies_at):
         target.forward = counted
         return target
 
-    for module in (paths, llm, loading):  # each may have been imported before, with the name
+    for module in (paths, llm, loading):  # each may already have imported the name
         module.make_target = mortal
     try:
         app(arguments, prog_name="lookahead")
@@ -436,7 +436,7 @@ def results_of(ranks):
     return outcomes[0][1]
 
 
-# All cases of one number of ranks come after one another, so that one test process makes their ranks.
+# All cases of a number of ranks run consecutively, so that one test process starts their ranks.
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_same_tokens_as_one_process(case, ranks):
@@ -468,7 +468,7 @@ def test_a_rank_that_dies_is_named_at_once(culprit, ranks):
             assert what == "RankError"
             assert (
                 f"rank {culprit} is gone" in text
-            )  # its connection was closed; nobody waited for the timeout
+            )  # its connection was closed; no rank waited for the timeout
 
 
 @pytest.mark.parametrize("culprit", [1, 2])
@@ -591,7 +591,7 @@ def test_a_missing_backend_and_a_split_model_are_refused_by_name():
 
 
 def split_by_tensors(rank, folder):
-    """A model that transformers itself has spread over the ranks."""
+    """Join with a model that transformers itself has split over the ranks."""
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
 
@@ -644,7 +644,7 @@ def program(rank, code):
         try:
             exec(compile(code, "docs/parallel.md", "exec"), {"__name__": "documentation"})
         finally:
-            atexit._run_exitfuncs()  # as at the end of the program
+            atexit._run_exitfuncs()  # as when a program ends
     return printed.getvalue()
 
 
@@ -680,7 +680,7 @@ def write_jobs(path):
 
 
 def test_torchrun_decodes_a_file_as_one_process_does(tmp_path):
-    """Started as a user starts it, with packed weights: rank 0 alone writes, and the text is plain decoding's."""
+    """Run it as a user does, with packed weights: only rank 0 writes, and output equals plain decoding."""
     import lookahead
 
     jobs, out = write_jobs(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
@@ -714,7 +714,7 @@ def test_torchrun_decodes_a_file_as_one_process_does(tmp_path):
     assert done.stderr.count("4 prompts, 0 with an error") == 1
     llm = lookahead.load(model, drafter="off")
     records = [json.loads(line) for line in out.read_text().splitlines()]
-    records.sort(key=lambda record: record["id"])  # they are written as they end
+    records.sort(key=lambda record: record["id"])  # records are written as they finish
     assert [record["id"] for record in records] == [0, 1, 2, 3]
     for job, record in zip(jobs, records, strict=True):
         assert record["output_ids"] == llm.generate(job["input_ids"], max_new_tokens=24).tokens
@@ -731,7 +731,7 @@ def test_when_a_rank_dies_the_output_holds_whole_lines_only(tmp_path):
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert 1 <= len(records) < 4
     assert all(len(record["output_ids"]) == 16 for record in records)
-    # With nothing left to do the other ranks leave as well.
+    # With nothing left to do, the other ranks exit as well.
     outcomes = launch(2, command_line, [*arguments, "--resume"], 0)
     assert [outcome[:2] for outcome in outcomes] == [("left", 0)] * 2
     assert len(out.read_text().splitlines()) == 4

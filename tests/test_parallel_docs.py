@@ -1,4 +1,4 @@
-"""The pictures of parallel.md and attention.md are what the code draws."""
+"""The drawings in parallel.md and attention.md are what the code draws."""
 
 import importlib.util
 import re

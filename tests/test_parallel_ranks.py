@@ -1,4 +1,4 @@
-"""What each rank decides for itself: its device, and whether logits differ by more than rounding. One process."""
+"""What each rank decides for itself: its device, and whether logits differ beyond rounding. One process."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from lookahead.targets.paths import probe
 
 @pytest.fixture
 def four_gpus(monkeypatch):
-    """As torch says on a machine with four GPUs; this process is local rank 2."""
+    """Make torch report four GPUs; this process is local rank 2."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("LOCAL_RANK", "2")
@@ -57,14 +57,14 @@ def test_load_puts_the_model_on_the_ranks_own_gpu(four_gpus, monkeypatch):
     from lookahead import loading, parallel
     from lookahead.options import LoadOptions
 
-    monkeypatch.setattr(loading, "_device", torch.device)  # which tries the device
+    monkeypatch.setattr(loading, "_device", torch.device)  # the original tries the device
     monkeypatch.setattr(parallel, "start", lambda timeout, device: device)
     options = LoadOptions(parallel="lookahead", device="cuda")
     assert loading._start_ranks(options) == (torch.device("cuda", 2),) * 2
 
 
 def root_row(model, prompt, root, others=0, wrong=None):
-    """The root's logits in a pass with other rows; ``wrong`` replaces the last token in the cache."""
+    """The root's logits from a pass with other rows; ``wrong`` replaces the last token in the cache."""
     from lookahead.targets.paths import make_target
 
     target = make_target(model, path="transformers")
@@ -83,13 +83,13 @@ def test_on_a_model_other_rows_pass_and_a_wrong_token_in_the_cache_does_not(dtyp
     found = probe(model).equivalence
     alone = root_row(model, prompt, 17)
     assert not differ(found, alone, root_row(model, prompt, 17, others=30))
-    assert not differ(found, alone, alone + 2)  # which changes no probability
+    assert not differ(found, alone, alone + 2)  # a shift changes no probability
     assert "is allowed" in differ(found, alone, root_row(model, prompt, 17, wrong=5))
     assert "inf" in differ(found, alone, alone.index_fill(0, torch.tensor(7), float("nan")))
 
 
 def test_ranks_are_judged_by_the_model_s_own_rounding():
-    """A fixed limit would end healthy groups of a model that rounds more, and pass damage in one that rounds less."""
+    """A fixed limit would stop healthy groups if a model rounds more, and miss faults if it rounds less."""
     row, noise = torch.randn(2, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for own, part, wrong in ((0.02, 0.1, False), (0.02, 0.15, True), (0.05, 0.25, False), (0.0, 0.003, True)):
         found = Equivalence(True, 1.0, 9.0, 3.0, own, "")

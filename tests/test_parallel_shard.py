@@ -1,4 +1,4 @@
-"""Which rows go to which rank, and how they travel: no process is started here."""
+"""How rows are split among ranks and sent between them, without starting processes."""
 
 import importlib
 import random
@@ -43,7 +43,7 @@ def trees(draw):
 
 
 def closure(tree, nodes):
-    """The smallest parent-closed set of rows that holds ``nodes``, in row order."""
+    """The smallest parent-closed set of rows that contains ``nodes``, in row order."""
     bits = reduce(lambda seen, node: seen | tree.ancestors[node], nodes, 1)
     return [row for row in range(len(tree)) if bits >> row & 1]
 
@@ -63,7 +63,7 @@ def test_shards_are_parent_closed_and_every_read_row_has_one_owner(tree, ranks, 
 
 @given(trees(), st.integers(2, 4))
 def test_no_cut_of_the_same_order_is_narrower(tree, ranks):
-    """The reference implementation: try every place to cut the branches, in their order."""
+    """Reference implementation: try every way to cut the branches in their order."""
     from itertools import combinations_with_replacement
 
     branches = _branches(tree)
@@ -82,11 +82,11 @@ def test_shards_of_the_papers_tree_are_even(triple, ranks):
     tree = window_tree(*triple)
     assert len(tree) == Lookahead(*triple).max_step_rows
     widths = [len(rows) for rows in shard(tree, ranks).rows]
-    # A branch is not divided, so the widest may exceed the mean by about one branch and its chain.
+    # Branches are not split, so the widest may exceed the mean by about one branch and its chain.
     chain = triple[0] + triple[1]
     assert max(widths) <= sum(widths) / ranks + chain
     assert max(widths) < len(tree)
-    # Balanced by columns the last shard would carry all of level 0.
+    # If balanced by columns, the last shard would get all of level 0.
     assert max(widths) <= min(widths) + chain
 
 
@@ -118,7 +118,7 @@ def test_missing_tokens_stand_above_the_root():
 
 @pytest.mark.parametrize("limit", [100, 11, 10, 9, 8])
 def test_missing_rows_are_recomputed_in_passes_of_their_own_where_depth_is_short(limit):
-    """An executor that misses rows scores as one that never did, also at the model's last positions."""
+    """An executor that lacked rows scores like one that never did, also at the model's last positions."""
     executor, whole = RankExecutor(FakeTarget(max_positions=limit)), FakeTarget(max_positions=limit)
     prompt, path = [1, 2, 3, 4], [9, 5, 6]
     executor.prefill([(0, prompt)])
@@ -171,7 +171,7 @@ def test_ranks_agree_on_tokens_where_one_has_no_memory_for_a_prompt():
 
 
 class Wire:
-    """In place of torch.distributed: what one link sends, the other receives."""
+    """A stand-in for torch.distributed: what one link sends, the other receives."""
 
     def __init__(self):
         self.tensors = []

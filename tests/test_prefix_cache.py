@@ -1,4 +1,4 @@
-"""Prefix caching: the same text from fewer rows, the least recently used text out first, and nothing stale."""
+"""Prefix caching: equal completions from fewer rows, least recently used evicted first, nothing stale."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SHARED = [11, 40, 7, 90, 40, 7, 33, 12] * 5
 
 
 class Counting:
-    """The rows that a target's prompts take, beside what it does."""
+    """A target that also records the rows its prompts take."""
 
     keeps_prefixes = True
 
@@ -38,7 +38,7 @@ def decode(target, *prompts, new=12):
     return [sequence.tokens for sequence in run(target, requests)]
 
 
-#: The compiled path, and the transformers path with sliding windows and with a bias for positions.
+#: The compiled path, and the transformers path with sliding windows and with position biases.
 CASES = [("llama", "cpu"), ("llama", "transformers"), ("gemma2", "transformers"), ("bloom", "transformers")]
 
 
@@ -55,13 +55,13 @@ def test_a_prompt_goes_on_from_where_an_earlier_text_parts_from_it(case):
     (first,) = decode(target, SHARED)
     longer = [*SHARED, *first, 5, 6, 7]
     assert decode(target, longer) == decode(case(), longer)
-    assert counting.rows == [40, 4]  # the last token of a text has no row yet
+    assert counting.rows == [40, 4]  # the last token of a completion has no row yet
     other = [
         *SHARED[:30],
         50,
         51,
         52,
-    ]  # another continuation: its beginning is copied, and the longer text stays
+    ]  # another continuation: its prefix is copied, and the longer sequence stays
     assert decode(target, other) == decode(case(), other)
     again = [*longer, 8]
     assert decode(target, again) == decode(case(), again)
@@ -79,7 +79,7 @@ def test_keys_and_values_have_the_same_bits_on_the_compiled_path():
     (ours,), (plain,) = target.prefill([(0, prompt)]), fresh.prefill([(0, prompt)])
     assert torch.equal(ours.row(0), plain.row(0))
     target.release(0)
-    (ours,) = target.prefill([(0, [*SHARED[:9], 3])])  # copied, for it is a short part of what is kept
+    (ours,) = target.prefill([(0, [*SHARED[:9], 3])])  # copied, as it is a short part of what is cached
     (plain,) = make_target(model, path="cpu").prefill([(0, [*SHARED[:9], 3])])
     assert torch.equal(ours.row(0), plain.row(0))
 
@@ -98,7 +98,7 @@ def test_the_least_recently_used_goes_first():
     counting = Counting(make_target(model))
     target = PrefixTarget(counting, kept=2)
     texts = [[10 + n] * 20 for n in range(3)]
-    for prompt in (texts[0], texts[1], texts[0], texts[2]):  # the second is the oldest now
+    for prompt in (texts[0], texts[1], texts[0], texts[2]):  # the second is now the oldest
         decode(target, prompt, new=2)
     assert len(counting.lengths) == 2
     counting.rows.clear()
@@ -109,7 +109,7 @@ def test_the_least_recently_used_goes_first():
 
 
 def test_a_stale_row_would_be_seen(case):
-    """The comparison can fail: one row that is not of its token changes the logits behind it."""
+    """The comparison can fail: one row of a wrong token changes the logits after it."""
     target = PrefixTarget(case(), kept=1)
     decode(target, SHARED)
     target._texts[0][3] = 50
@@ -166,7 +166,7 @@ def test_calls_share_one_target_and_a_second_caller_gets_its_own(llm):
     next(stream)
     assert llm.generate([*SHARED, 6], **options).tokens == expected[1]
     assert [target.rows for target in counted] == [[41, 1, 1], [41]]
-    stream.close()  # between two steps: what it has read stays
+    stream.close()  # between two steps: the prefix stays cached
     llm.generate([*SHARED, 7], **options)
     assert counted[0].rows == [41, 1, 1, 1]
 
@@ -202,7 +202,7 @@ def test_a_turn_does_not_read_the_whole_conversation_again(llm):
     for line in ("hello there, how are you", "and now", "tell me more"):
         assert "".join(cached.say(line, **options)) == "".join(plain.say(line, **options))
         lengths.append(len(cached.last.prompt_tokens))
-    # At most the answer, whose text may be other tokens than those that it came in, and the new message.
+    # At most the answer, whose text may be encoded as other tokens, and the new message.
     for rows, before, now in zip(counted[0].rows, lengths, lengths[1:], strict=False):
         assert rows <= now - before + 2
     assert len(counted[0].rows) == 3

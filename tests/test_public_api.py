@@ -1,4 +1,4 @@
-"""What users may rely on: the exact names of the package, and that each of them is explained."""
+"""The public API: the package exports exactly these names, and each of them is documented."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""scripts/test_readme.py, which runs the README in a new environment: how it reads blocks and compares output."""
+"""scripts/test_readme.py, which runs the README in a new environment: reading blocks, comparing output."""
 
 import runpy
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_output_may_differ_where_dots_stand():
 
 
 class Recorder(script.Reader):
-    """Notes what would be run."""
+    """Records what would be run."""
 
     def __init__(self, tmp_path):
         self.outside, self.python, self.server, self.ran = tmp_path, None, None, []

@@ -1,4 +1,4 @@
-"""JSON lines that a run goes on with: torn lines, repeated ids, a full disk. Killed processes: test_soak.py."""
+"""JSON lines to resume a run from: torn lines, repeated ids, a full disk. Killed processes: test_soak.py."""
 
 import json
 import os
@@ -95,7 +95,7 @@ def lines(path):
 
 
 def results(path):
-    """Input line -> what the record says, without times and what follows from them; fails where a line has two."""
+    """Input line -> its record, without times and what depends on them; fails if a line has two records."""
     found = {}
     for record in lines(path):
         assert record["line"] not in found, f"line {record['line']} has two results"
@@ -135,7 +135,7 @@ def test_resume_with_repeated_and_absent_ids_loses_and_doubles_nothing(size, mod
     assert sorted(expected) == list(range(1, len(ROWS) + 1))
     written = whole.read_text().splitlines(keepends=True)
     chooser = random.Random(size)
-    for keep in (1, 2, 4, 6):  # whichever of those in flight were done first
+    for keep in (1, 2, 4, 6):  # any of those in flight may finish first
         kept = chooser.sample(written, keep)
         out = tmp_path / f"{keep}.jsonl"
         out.write_text("".join(kept) + '{"id": "same", "outp')
@@ -156,7 +156,7 @@ def test_resume_after_the_input_has_grown_at_its_beginning(model, tmp_path):
 
 
 def test_records_that_name_no_line(model, tmp_path):
-    """Outputs of earlier versions: an id that only one prompt has decides, a repeated one is refused."""
+    """Outputs of earlier versions are matched by id if it is unique; repeated ids are refused."""
     source = write(tmp_path / "in.jsonl", [{"id": "a", "prompt": "x"}, {"id": "b", "prompt": "y"}])
     out = write(tmp_path / "out.jsonl", [{"id": "b", "output_ids": []}])
     base = (model, "--input", source, "--output", out, "--max-new-tokens", 4, "--resume")

@@ -109,7 +109,7 @@ def test_pages_quote_what_the_committed_figures_say():
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch, capsys):
-    """A function that plans for given packages and model: (pages by name, printed output); nothing is run."""
+    """A function that plans for given packages and model, making nothing: (pages by name, printed output)."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(results, "convert", lambda source, out, kind: out.touch())

@@ -1,4 +1,4 @@
-"""Draws: pure functions of seed and position, with the right probabilities, under the true prefix."""
+"""Draws are pure functions of seed and position, with the right probabilities given the true prefix."""
 
 import math
 import threading
@@ -26,7 +26,7 @@ def scores_of(rows):
 
 
 def splitmix64(seed, count):
-    """The published generator in whole numbers, as the reference for the tensor code."""
+    """The published generator in Python integers, as the reference for the tensor code."""
     mask = (1 << 64) - 1
     for i in range(1, count + 1):
         z = (seed + i * 0x9E3779B97F4A7C15) & mask
@@ -62,7 +62,7 @@ def test_noise_equals_its_reference(seed, position):
 
 
 def _finalise(value):
-    """SplitMix64's finaliser alone: its first output from a state one step behind."""
+    """SplitMix64's finaliser alone: the first output from a state one step earlier."""
     return splitmix64((value - 0x9E3779B97F4A7C15) & ((1 << 64) - 1), 1)
 
 
@@ -78,7 +78,7 @@ def test_noise_depends_on_seed_and_position_and_on_nothing_else():
 
 @pytest.mark.parametrize("size", [1, 7, 4096, 50_257])
 def test_noise_is_the_same_on_every_device(size):
-    """Whole numbers are; of the two logarithms a last bit may differ."""
+    """Integers are identical; the two logarithms may differ in the last bit."""
     for seed, position in ((0, 0), (-3, 17), (1 << 70, 100_000)):
         other = sampling._on_device(start_of(key_of(seed), position), size, "cpu")
         assert torch.allclose(gumbel(seed, position, size), other, rtol=3e-7, atol=1e-7)
@@ -92,7 +92,7 @@ def _single(key, position, tokens, found):
 
 @pytest.mark.parametrize("seed", [0, -3, 1 << 70])
 def test_the_noise_of_single_tokens_is_that_of_the_whole_row(seed):
-    """Drafters compute it for candidates only; the two libraries' logarithms may differ in a last bit."""
+    """Drafters compute it for candidates only; the two libraries' logarithms may differ in the last bit."""
     tokens = np.array([0, 1, 7, 4095, 49_151])
     for position in (0, 17, 100_000):
         found = np.zeros(len(tokens), np.float32)
@@ -145,7 +145,7 @@ def test_draws_have_the_probabilities_of_softmax_jointly():
         a = int((logits + gumbel(seed, 20, 4)).argmax())
         b = int((logits + gumbel(seed, 21, 4)).argmax())
         pairs[4 * a + b] += 1
-    # 15 degrees of freedom: 37.7 is passed once in a thousand by chance; the seeds are fixed.
+    # With 15 degrees of freedom, chance exceeds 37.7 once in a thousand; the seeds are fixed.
     assert chi_square(pairs, torch.outer(law, law).flatten().tolist()) < 37.7
 
 
@@ -203,7 +203,7 @@ def test_a_drafter_may_read_the_noise_ahead_and_again():
 
 
 class HostReads(TorchDispatchMode):
-    """Counts the values that are read one at a time, each of which a device would be waited for."""
+    """Counts values that are read one at a time, each of which would wait for the device."""
 
     def __init__(self):
         super().__init__()
@@ -221,12 +221,12 @@ def test_a_draw_reads_the_device_once():
     with HostReads() as watch:
         choose(rows, 0)
         assert watch.reads == 0
-        float(torch.ones(1))  # the watch works
+        float(torch.ones(1))  # check that reads are counted
     assert watch.reads == 1
 
 
 def test_noise_is_drawn_on_a_stream_of_its_own(monkeypatch):
-    """As a device would see it: the step's stream waits for the noise, and the noise does not wait for the step."""
+    """On a mocked device, the step's stream waits for the noise, and the noise does not wait for the step."""
     events = []
 
     class Stream:
@@ -262,7 +262,7 @@ def test_noise_is_drawn_on_a_stream_of_its_own(monkeypatch):
 
 
 def defined(row, seed, position, temperature):
-    """The drawn token by its definition, with all noise."""
+    """The token drawn by definition, with noise for the whole row."""
     return int((torch.from_numpy(row) / temperature + gumbel(seed, position, len(row))).argmax())
 
 
@@ -273,7 +273,7 @@ def peaks_of(row):
 
 
 def rows_to_draw_from():
-    """(row, seed, position, temperature): flat rows and peaked ones, and rows that noise or rounding decides."""
+    """(row, seed, position, temperature) for flat and peaked rows, and rows decided by noise or rounding."""
     random = np.random.default_rng(0)
     number = 0
     for size in (1, 31, 33, 2000, 49_152):
@@ -283,7 +283,7 @@ def rows_to_draw_from():
                 row = (random.standard_normal(size) * scale).astype(np.float32)
                 yield row, number, number % 7, temperature
                 noise = gumbel(number, number % 7, size).numpy()
-                # One token has as much noise as any; it wins or loses by a little.
+                # The token with the most noise wins or loses by a little.
                 lucky, best = int(noise.argmax()), float((row / temperature + noise).max())
                 for by in (-1e-2, -1e-5, 0.0, 1e-5, 1e-2):
                     close = row.copy()
@@ -298,7 +298,7 @@ def rows_to_draw_from():
 
 
 def searched():
-    """(the search's token, the definition's) for all of these rows."""
+    """(token by search, token by definition) for all of these rows."""
     for row, seed, position, temperature in rows_to_draw_from():
         noise = SeededNoise(seed, 0, len(row))
         expected = defined(row, seed, position, temperature)
@@ -316,9 +316,9 @@ def test_the_search_finds_the_defined_token_or_says_that_it_cannot():
     ("name", "value"), [("NOISY", np.roll(draws.NOISY, -draws.FINE)), ("MOST", 8.0), ("ROUNDING", 0.0)]
 )
 def test_the_search_errs_if_a_bound_is_wrong(name, value, monkeypatch):
-    """The test above is able to fail: groups are skipped too early, or two close scores are told apart."""
+    """The test above can fail: groups are skipped too early, or two close scores count as distinct."""
     monkeypatch.setattr(draws, name, value)
-    if name != "NOISY":  # the others are constants in the machine code
+    if name != "NOISY":  # the others are compiled in as constants
         monkeypatch.setattr(draws, "_search", draws._search.py_func)
     rows = list(rows_to_draw_from())
     if name != "NOISY":
@@ -332,14 +332,14 @@ def test_the_search_errs_if_a_bound_is_wrong(name, value, monkeypatch):
 
 
 class InMemory(HostLogits):
-    """As a compiled pass leaves them."""
+    """Logits as a compiled pass leaves them."""
 
     def argmax(self, b, r):
         return 0
 
 
 def test_a_temperature_alone_is_applied_to_the_logits_that_matter():
-    """The same tokens as with transformers' warper on whole rows, in float32 and in the bits of bf16."""
+    """Tokens equal those of transformers' warper on whole rows, in float32 and in the bits of bf16."""
     from transformers import TemperatureLogitsWarper
 
     process = make_process(Options(temperature=0.8), 1, frozenset(), None, "cpu")

@@ -1,11 +1,11 @@
 """Sampled tokens have the model's own probabilities while drafts are made, verified and learnt from.
 
-One forward pass over a finished text gives the exact probabilities p of each of its tokens behind the text before
-it. Over many texts let O_k count how often the k-th likeliest token was drawn. Whatever the texts are, O - E with
-E_k = sum p_k has mean zero and covariance sum (diag(p) - p p^T), so (O - E)^T C^-1 (O - E) is chi-square with V - 1
-degrees of freedom; the same holds of counts of the tokens themselves, and of tokens that were drafted or not, as
-long as the drafter does not know the noise. Seeds are fixed and steps have a fixed number of rows, so nothing
-depends on the clock.
+One forward pass over a finished completion gives the exact distribution p of each token given its prefix.
+Over many completions, let O_k count how often the k-th likeliest token was drawn. Whatever the completions,
+O - E with E_k = sum p_k has mean zero and covariance C = sum (diag(p) - p p^T), so (O - E)^T C^-1 (O - E) is
+chi-square with V - 1 degrees of freedom. The same is true of counts of the tokens themselves, and of drafted
+and undrafted tokens, if the drafter has no access to the noise. Seeds are fixed and steps have a fixed number
+of rows, so nothing depends on the clock.
 """
 
 import importlib
@@ -23,11 +23,11 @@ from lookahead.testing import tiny_model
 pytestmark = pytest.mark.slow
 
 VOCABULARY, NEW, TEXTS = 6, 24, 300
-#: Tokens that are left out: the prefill draws the first one, and the second has hardly a draft before it.
+#: Skipped tokens: the prefill draws the first one, and the second is hardly ever drafted.
 SKIPPED = 2
 PROMPT = [3, 4, 5, 3, 4, 5, 1, 3, 4, 5, 2, 3, 4]
 DRAFTER = Adaptive(rows=16)
-#: Of a rejection by chance, in each of the comparisons.
+#: Probability of a rejection by chance, in each comparison.
 LEVEL = 1e-3
 
 
@@ -44,7 +44,7 @@ def llm(model):
 
 
 def chi_square(drawn, p):
-    """p-value of counts of ``drawn`` (n, V), one-hot, against the probabilities ``p`` (n, V) of each draw."""
+    """p-value of the counts of one-hot ``drawn`` (n, V), given each draw's probabilities ``p`` (n, V)."""
     apart = (drawn - p).sum(0)[:-1]  # the last count follows from the others
     covariance = (torch.diag(p.sum(0)) - p.T @ p)[:-1, :-1]
     statistic = apart @ torch.linalg.solve(covariance, apart)
@@ -52,7 +52,7 @@ def chi_square(drawn, p):
 
 
 def draws(texts, model, temperature):
-    """What was drawn, one-hot, and its probabilities, both (n, V): a row for each token that is not skipped."""
+    """One-hot drawn tokens and their distributions, both (n, V), with a row per token that is not skipped."""
     ids = torch.tensor([PROMPT + text for text in texts])
     with torch.no_grad():
         logits = model(input_ids=ids[:, :-1]).logits[:, SKIPPED - NEW :].double()
@@ -61,14 +61,14 @@ def draws(texts, model, temperature):
 
 
 def p_values(texts, model, temperature):
-    """(by rank, by token)."""
+    """p-values (by rank, by token)."""
     drawn, p = draws(texts, model, temperature)
     ranks = p.argsort(-1, descending=True)
     return chi_square(drawn.gather(1, ranks), p.gather(1, ranks)), chi_square(drawn, p)
 
 
 def sampled(llm, temperature, warm):
-    """Texts of seeds 0, 1, 2 ..., and the tokens of a step on average."""
+    """Completions for seeds 0, 1, 2 ..., and the mean number of tokens per step."""
     results = llm.generate(
         [PROMPT] * TEXTS,
         max_new_tokens=NEW,
@@ -115,9 +115,9 @@ def test_rows_of_a_batch_of_transformers_too(temperature, model):
 
 @pytest.fixture
 def drafted(monkeypatch):
-    """Children of every node at which a token is chosen, in order; ``preference`` makes a chooser dishonest.
+    """Record the children of each node where a token is chosen, in order; ``preference`` biases the choice.
 
-    Drafters that know the noise mostly draft what is drawn; so here they do not know it.
+    Drafters with access to the noise mostly draft the token that is drawn, so here they have none.
     """
     start = Adaptive.start
     monkeypatch.setattr(Adaptive, "start", lambda self, sequence: start(self, replace(sequence, noise=None)))
@@ -142,7 +142,7 @@ def drafted(monkeypatch):
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 def test_a_draft_changes_no_probability(warm, temperature, preference, model, llm, drafted):
-    """Tokens fall into three cells: drafted first, drafted besides, not drafted. One time in 20 is found."""
+    """Three cells of tokens: drafted first, drafted otherwise, not drafted. A bias of 1 in 20 is found."""
     drafted.preference = preference
     drafter = replace(DRAFTER, state=llm.warm_state()) if warm else None
     texts, cells = [], []

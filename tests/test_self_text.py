@@ -1,4 +1,4 @@
-"""A model's own text: written in batches, saved in parts, continued, and the same as plain decoding."""
+"""A model's own text is written in batches, saved in parts, resumed, and equal to plain decoding."""
 
 import numpy as np
 import pytest

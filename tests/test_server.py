@@ -1,4 +1,4 @@
-"""The server by HTTP: each field does what it says, each text is plain decoding's, each error is OpenAI's."""
+"""The server over HTTP: fields work as documented, completions equal plain decoding, errors are OpenAI's."""
 
 import asyncio
 import inspect
@@ -66,7 +66,7 @@ def plain(served, prompt=PROMPT, **options):
     return served.llm.generate(prompt, drafter="off", **options)
 
 
-# ------------------------------------------------------------------------------------------ texts
+# ------------------------------------------------------------------------------------------ completions
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "adaptive", "lookahead", "prompt-lookup", "jacobi"])
@@ -143,7 +143,7 @@ def test_penalties_and_bias_change_the_text_as_they_say(served):
             == text_of(drafted)
             != text_of(post(served, max_tokens=40, logit_bias={str(token): 3}))
         )
-    # a biased token wins until its penalty has eaten the bias
+    # a biased token wins until its penalty cancels the bias
     assert text_of(post(served, logit_bias={str(token): 100}, frequency_penalty=2))[0].startswith("q")
 
 
@@ -170,7 +170,7 @@ def test_log_probabilities_are_the_targets_own(served):
 
 
 def test_predictions_seed_the_drafter_and_leave_the_text(served):
-    # Of capital letters, which this tokenizer never merges, so that the text has the tokens that were emitted.
+    # Capital letters, which this tokenizer never merges, so that encoding the text gives the emitted tokens.
     options = {"max_tokens": 80, "logit_bias": {str(served.llm.encode(c)[0]): 60 for c in "ABCDEFGHIJKL"}}
     whole = text_of(post(served, **options))[0]
     told = {"type": "content", "content": whole}
@@ -189,7 +189,7 @@ def test_predictions_seed_the_drafter_and_leave_the_text(served):
 
 
 def test_shared_prefixes_are_found_again_and_leave_the_text(served):
-    """In pieces of 32 rows, the whole prefix counts; and two turns of a chat share their beginning."""
+    """The whole shared prefix counts as cached, although prompts are evaluated in chunks of 32 rows."""
     prompt = "the quick brown fox " * 12
     first = post(served, prompt=prompt)
     again = post(served, prompt=prompt + "jumps", lookahead={"drafter": "lookahead"})
@@ -416,7 +416,7 @@ def test_unsupported_fields_are_refused_by_name(served):
         assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error"), raw[:20]
     if (
         "strict_content_type" in inspect.signature(fastapi.FastAPI).parameters
-    ):  # older ones take any body as JSON
+    ):  # older versions take any body as JSON
         reply = httpx.post(f"{served.url}/v1/completions", content=b'{"prompt": "x"}')
         assert "application/json" in reply.json()["error"]["message"]
     for method, path, status in (
@@ -467,7 +467,7 @@ def test_a_client_that_goes_away_frees_its_slot(served, monkeypatch):
     step = engine.step
     monkeypatch.setattr(
         engine, "step", lambda: (time.sleep(0.005), step())[1]
-    )  # the text outlives its client
+    )  # the client leaves before the end
     before = metrics.success.labels("cancelled")._value.get()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
     for stream in (True, False):
@@ -510,14 +510,14 @@ class BrokenState(PromptLookupDraftState):
 
 
 class Broken(PromptLookup):
-    """A drafter of another package, with a bug."""
+    """A buggy drafter from another package."""
 
     def start(self, sequence):
         return BrokenState(self, sequence)
 
 
 def test_a_fault_of_one_request_harms_no_other(served, monkeypatch):
-    """A drafter that breaks ends its own request; a pass that breaks ends those in it, and the server goes on."""
+    """A failing drafter ends its own request; a failing pass ends those in it; the server keeps running."""
     points = [EntryPoint("broken", f"{__name__}:Broken", names.GROUP)]
     monkeypatch.setattr(
         names, "entry_points", lambda group, name=None: [p for p in points if name in (None, p.name)]
@@ -537,7 +537,7 @@ def test_a_fault_of_one_request_harms_no_other(served, monkeypatch):
 
 
 def test_adaptive_is_told_how_many_sequences_share_the_pass(served, monkeypatch):
-    """Step times differ from batch to batch, so a drafter that sees a batch of 1 chooses by wrong times."""
+    """Step times depend on the batch size, so a drafter that sees a batch of 1 uses the wrong times."""
     from lookahead.drafters.adaptive.draft_state import AdaptiveDraftState
 
     seen, draft = [], AdaptiveDraftState.draft
@@ -552,7 +552,7 @@ def test_adaptive_is_told_how_many_sequences_share_the_pass(served, monkeypatch)
 
 
 def test_fields_that_are_right_to_ignore(served):
-    """OpenAI's clients send these unasked."""
+    """OpenAI's clients send these by default."""
     plainly = text_of(post(served))
     fields = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
     assert text_of(post(served, **fields)) == plainly
@@ -568,7 +568,7 @@ def test_a_prompt_over_the_servers_limit_is_told_that_limit(llm):
 
 
 def test_the_default_limit_names_its_option_too(llm):
-    """Without --max-model-len, 4,096 tokens are the limit of a model that allows more."""
+    """Without --max-model-len, the limit is 4,096 tokens if the model allows more."""
     longer = lookahead.LLM(tiny_model(vocab_size=VOCABULARY, max_position_embeddings=8192), llm.tokenizer)
     with serving(longer) as served:
         message = post(served, status=400, prompt="x " * 8000)["error"]["message"]
@@ -616,13 +616,13 @@ def test_strict_tools_need_a_call_that_must_be_made(served):
 
 def test_time_limits_and_the_end(llm):
     with serving(llm, request_timeout=0.05, max_model_len=1024) as served:
-        no_end = {str(token): -100 for token in llm.eos}  # else the text may end in time
+        no_end = {str(token): -100 for token in llm.eos}  # else the completion may end in time
         late = post(served, status=504, max_tokens=1000, logit_bias=no_end)
         assert late["error"]["code"] == "timeout"
     with serving(llm) as served:
         engine, stopped, found = served.server.loop.engine, threading.Event(), []
         step, steps = engine.step, itertools.count()
-        # The sixth step waits for the stop, else the text may end before it.
+        # The sixth step waits for the stop, else the completion may end first.
         engine.step = lambda: (next(steps) < 5 or stopped.wait(20), step())[1]
         with httpx.stream(
             "POST",
@@ -631,7 +631,7 @@ def test_time_limits_and_the_end(llm):
         ) as reply:
             for line in reply.iter_lines():
                 found.append(line)
-                if len(found) == 1:  # several steps may come as one event
+                if len(found) == 1:  # one event may cover several steps
                     served.server.loop.stop()
                     stopped.set()
         assert json.loads(found[-2][6:])["error"]["code"] == "shutting_down"

@@ -1,4 +1,4 @@
-"""Continuous batching in the loop itself: prompts in pieces, one budget of rows, joining and leaving, faults."""
+"""Continuous batching in the engine loop: chunked prompts, one row budget, joining and leaving, faults."""
 
 import random
 
@@ -40,7 +40,7 @@ def test_texts_do_not_depend_on_pieces_and_budget(prompt_rows, row_budget, metho
 
 @pytest.mark.parametrize(("count", "most"), [(1, 120), (2, 240), (4, 256)])
 def test_where_rows_are_cheap_no_tree_of_the_paper_is_cut(count, most):
-    """A typed-in curve of a GPU: one sequence has all rows that (15, 5, 15) asks for, four share 256."""
+    """With a GPU's cost curve, one sequence gets all rows that (15, 5, 15) requests; four share 256."""
     curve = CostCurve({0: {1: 1.0, 64: 1.1, 256: 1.5}})
     drafter = Lookahead(15, 5, 15)
     wide, narrow = (largest_passes(count, drafter, budget) for budget in (curve.budget, 64))
@@ -52,7 +52,7 @@ def test_where_rows_are_cheap_no_tree_of_the_paper_is_cut(count, most):
 
 
 def largest_passes(count, drafter, row_budget):
-    """Rows of each pass over trees, and the texts."""
+    """Rows of each pass over trees, and the completions."""
     engine = Engine(lambda: FakeTarget(VOCABULARY), row_budget=row_budget)
     made = [engine.add(Request([1 + i, 2, 3, 4, 5, 6], drafter, 60)) for i in range(count)]
     passes = []
@@ -151,7 +151,7 @@ def test_predicted_tokens_are_counted_along_the_text():
     predicted = Predicted([1, 2, 3, 4, 5, 6, 7, 8])
     predicted.take([1])
     predicted.take([2, 3, 9])  # 2 and 3 were drafted
-    predicted.take([5, 6])  # the place is found again by 5, 6
+    predicted.take([5, 6])  # 5, 6 locate the position again
     predicted.take([7, 8, 10])
     assert (predicted.accepted, predicted.rejected) == (4, 4)
     assert Predicted([]).rejected == 0

@@ -1,4 +1,4 @@
-"""The clients on docs/guides/server.md, each by its own package, against a server of a toy model."""
+"""The client examples in docs/guides/server.md, run against a server of a toy model."""
 
 import json
 import os
@@ -30,12 +30,12 @@ def served(tmp_path_factory):
 
 
 def answer_of(command, url, kind):
-    """What a block of the page prints, on this server."""
+    """The output of a block of the page, run against this server."""
     (block,) = re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.S | re.M)
     assert ADDRESS in block
     done = subprocess.run(
         [*command, block.replace(ADDRESS, url)],
-        env=os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # or it asks the network at its start
+        env=os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # or it accesses the network at startup
         capture_output=True,
         text=True,
         timeout=240,

@@ -1,4 +1,4 @@
-"""docs/server.md lists every field, setting and metric; its example runs; the files of deploy/ are whole."""
+"""docs/server.md lists every field, setting, metric, path and status; the files in deploy/ are complete."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.serve`: its page, that it refuses texts that differ, and another server beside ours."""
+"""`python -m benchmarks.serve`: its page, its refusal of unequal completions, and another server."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def served(tmp_path_factory):
 
 
 class OtherServer(BaseHTTPRequestHandler):
-    """It streams what servers without stream_options stream: pieces of text, and no number of tokens."""
+    """Streams like a server without stream_options: pieces of text, and no token count."""
 
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))

@@ -1,4 +1,4 @@
-"""The page at / in a real browser: headless Chromium, where one is installed."""
+"""The page at / in a real browser: headless Chromium, if installed."""
 
 import time
 
@@ -33,7 +33,7 @@ def test_the_page_decodes_twice_and_shows_it(browser, served, width, scheme):
     page.locator("#method").select_option("lookahead")
     page.get_by_role("spinbutton", name="Tokens").fill("40")
     page.keyboard.press("Tab")
-    page.get_by_role("spinbutton", name="Tokens").press("Enter")  # by keyboard alone
+    page.get_by_role("spinbutton", name="Tokens").press("Enter")  # using only the keyboard
     status = page.get_by_role("status")
     page.wait_for_function(
         "document.getElementById('say').textContent.includes('completions')", timeout=60_000
@@ -46,7 +46,7 @@ def test_the_page_decodes_twice_and_shows_it(browser, served, width, scheme):
     assert "rows" in page.locator("#tree").get_attribute("aria-label")
     assert "on average" in page.locator("#chart").get_attribute("aria-label")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it must not scroll sideways"
-    for drawing in ("chart", "tree"):  # letters of 11 pixels, however narrow the page is
+    for drawing in ("chart", "tree"):  # letters stay at 11 pixels, however narrow the page
         shown = page.evaluate(
             f"(e => e.getBoundingClientRect().width / e.viewBox.baseVal.width)(document.getElementById('{drawing}'))"
         )
@@ -80,7 +80,7 @@ def test_the_page_decodes_twice_and_shows_it(browser, served, width, scheme):
 
 
 def test_the_first_view_suits_the_model(browser, served):
-    """The model's name, a chat first for a chat model, and prompts in the colour of text."""
+    """It shows the model's name, chat first for a chat model, and prompts in the text colour."""
     page = browser.new_page()
     page.goto(served.url)
     name = httpx.get(f"{served.url}/v1/models").json()["data"][0]["id"]
@@ -150,7 +150,7 @@ def test_errors_are_shown_and_stop_works(browser, served, monkeypatch):
     step = Engine.step
 
     def slow_step(engine):
-        """The toy ends 900 tokens in a second, in which a browser on a busy machine may not run at all."""
+        """The toy decodes 900 tokens in a second, too fast for a browser on a busy machine to click Stop."""
         time.sleep(0.05)
         return step(engine)
 

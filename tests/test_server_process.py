@@ -1,4 +1,4 @@
-"""The real command: it starts, serves, ends streams properly at SIGTERM, and starts again after kill -9."""
+"""The real command starts, serves, ends streams properly on SIGTERM, and restarts after kill -9."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
         "max_tokens": 4000,
         "stream": True,
         "logit_bias": {"40": 100},
-    }  # one character a token
+    }  # one character per token
     with started(folder, "--drafter", "prompt-lookup") as (process, url, log):
         said = [line for line in log() if line[:1] != "{"]
         assert said[0].startswith("loading and compiling ")
@@ -50,7 +50,7 @@ def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
     with started(folder, "--drafter", "plain", "--shutdown-timeout", "0.05") as (process, url, log):
         with httpx.Client(base_url=url, limits=httpx.Limits(keepalive_expiry=60)) as client:
             assert seen(client) == (200, True)
-            sleep(5.5)  # clients keep a connection for 5 seconds, and the server longer
+            sleep(5.5)  # clients keep a connection for 5 seconds, the server for longer
             assert seen(client) == (200, False)
         assert ask(url, 8).json()["choices"][0]["text"] == text
         found = []

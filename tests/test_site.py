@@ -1,4 +1,4 @@
-"""The site in headless Chromium, where Zensical (``make docs``), playwright and Chromium are installed."""
+"""The site in headless Chromium, if Zensical (``make docs``), playwright and Chromium are installed."""
 
 import functools
 import http.server
@@ -24,13 +24,13 @@ PAGES = [
     "settings.html",
     "zh/index.html",
 ]
-#: Runs a command without any network, where a user may do that.
+#: Runs a command without a network, where users are allowed to.
 WITHOUT_NETWORK = ["unshare", "--map-root-user", "--net"]
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder of both sites, built strictly and without a network."""
+    """The folder with both sites, built with --strict and without a network."""
     if find_spec("zensical") is None:
         pytest.skip("Zensical is not installed (make docs)")
     folder = tmp_path_factory.mktemp("site")
@@ -56,7 +56,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def site(built):
-    """Its address."""
+    """The address of the site."""
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=built)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -66,7 +66,7 @@ def site(built):
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_a_first_build_without_a_network_says_so(tmp_path):
-    """``make docs`` where pip reaches nothing: one line says what is missing, and the next build tries again."""
+    """``make docs`` when pip has no network: one line names what is missing, and the next build retries."""
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     python.write_text("#!/bin/sh\nexit 1\n")
@@ -94,13 +94,13 @@ def test_pages_fit_and_ask_nobody_else(browser, site, width, scheme):
     page.close()
 
 
-#: Right edges of the page's content and of its header, in pixels.
+#: JavaScript for the right edge of an element, in pixels.
 RIGHT = "name => document.querySelector(name).getBoundingClientRect().right"
 
 
 @pytest.mark.parametrize(("home", "scheme"), [("index.html", "light"), ("zh/index.html", "dark")])
 def test_the_first_screen_says_what_it_is(browser, site, home, scheme):
-    """The sentence, the command, six lines of Python and the figure, and below them the moving page."""
+    """It has the sentence, the command, six lines of Python and the figure above the animated page."""
     page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
     page.goto(f"{site}/{home}")
     article = page.locator("article")
@@ -179,7 +179,7 @@ def test_no_button_lies_over_a_table_or_code_of_a_phone(browser, site):
 
 
 def test_links_between_the_languages_lead_somewhere(site, built):
-    """Zensical checks links within a site; those from one site to the other are checked here, with anchors."""
+    """Zensical checks links within a site; this checks links between the sites, including anchors."""
     pages = {path: path.read_text(encoding="utf-8") for path in built.rglob("*.html")}
     seen = 0
     for path, text in pages.items():
@@ -201,7 +201,7 @@ def test_links_between_the_languages_lead_somewhere(site, built):
 def test_the_search_finds_the_lesson(browser, site):
     page = browser.new_page()
     page.goto(f"{site}/index.html")
-    page.wait_for_load_state("networkidle")  # the keys are there when the scripts are
+    page.wait_for_load_state("networkidle")  # keys work once the scripts have loaded
     page.keyboard.press("Control+k")
     page.locator("input:visible").first.fill("diagonal")
     page.get_by_text("The answer completes the").last.wait_for(timeout=20_000)

@@ -1,4 +1,4 @@
-"""The soak in its short forms, and the proof that each can fail."""
+"""Short forms of the soak test, and proof that each can fail."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="m
 
 
 def form(*words):
-    """A process of its own: nothing of other tests is in its memory."""
+    """Run it in a separate process, free of other tests' memory."""
     source = str(Path(soak.lookahead.__file__).parents[1])
     return subprocess.run(
         [sys.executable, str(HERE / "soak.py"), *map(str, words)],
@@ -43,7 +43,7 @@ def test_long_texts_are_those_of_plain_decoding():
 
 
 class Quick(Command):
-    """What ``soak.kills`` starts; forked here, so that five starts do not load torch five times."""
+    """The command that ``soak.kills`` starts, forked so that five starts do not import torch five times."""
 
     said = Path()
 
@@ -81,7 +81,7 @@ def test_a_wrong_text_of_a_server_is_found(tmp_path):
 
 def test_what_is_left_behind_is_found(tmp_path, monkeypatch):
     kept = []
-    # Growth is judged as a share of what the process holds, which is more where other tests ran before.
+    # Growth is judged relative to the process's memory, which is larger if other tests ran before.
     share = max(8, soak.resources()[0] // 50)
 
     def leak(number):

@@ -1,4 +1,4 @@
-"""The structure of the library: no import circles, what an import loads, and a contract in every module."""
+"""The structure of the library: no import cycles, what an import loads, a docstring in every module."""
 
 import ast
 import io
@@ -26,7 +26,7 @@ MODULES = {name_of(path): path for path in FILES}
 
 
 def imports_of(name, tree, modules):
-    """Our modules that the module ``name`` imports anywhere in its file, type checkers' imports included."""
+    """Our modules that module ``name`` imports anywhere in its file, including for type checkers."""
     package = name if modules[name].name == "__init__.py" else name.rpartition(".")[0]
     imported = set()
     for node in ast.walk(tree):
@@ -68,7 +68,7 @@ def circles(graph):
 
 
 def test_no_import_circles():
-    """Imports inside functions and under TYPE_CHECKING count: a reader has to follow them too."""
+    """Imports inside functions and under TYPE_CHECKING count, as a reader has to follow them too."""
     graph = {name: imports_of(name, ast.parse(path.read_text()), MODULES) for name, path in MODULES.items()}
     assert circles(graph) == []
 
@@ -89,7 +89,7 @@ def test_a_circle_would_be_found(text):
 
 
 def test_import_contracts_see_every_import():
-    """Only the package root may import modules by name at run time: no contract sees such an import."""
+    """Only the package root may import modules dynamically: import contracts miss such imports."""
     hidden = []
     for name, path in MODULES.items():
         words = {token.string for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)}
@@ -128,7 +128,7 @@ def test_the_core_is_the_standard_library_only():
         for name in loaded_by("import lookahead.core")
         if name.split(".")[0] not in sys.stdlib_module_names | {"lookahead", "__main__"}
     }
-    # Some installations load modules of their own at every start of the interpreter; those do not count.
+    # Some installations load their own modules whenever the interpreter starts; those do not count.
     assert foreign <= {name.split(".")[0] for name in loaded_by("pass")}
 
 

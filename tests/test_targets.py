@@ -1,4 +1,4 @@
-"""The cache that commits in place, the masks, and a probe that catches silent errors."""
+"""The cache with in-place commits, the masks, and the probe that catches silent errors."""
 
 from contextlib import nullcontext
 
@@ -41,11 +41,11 @@ def test_bits_equal_the_trees_own_mask():
     assert bits[0, :6, :6].tolist() == trees[0].mask()
     assert not bits[0, :6, 6:].any()
     assert bits[1, 0].tolist() == [True] + [False] * 6
-    assert bits[:, :, 0].all()  # padding sees the root, so no row is empty
+    assert bits[:, :, 0].all()  # padding attends to the root, so no row is empty
 
 
 def drawn(text, columns):
-    """Rows of the drawing in a docstring that begin with a row's name and hold one character per column."""
+    """Rows of the drawing in a docstring: a row's name, then one character per column."""
     lines = [line.split()[: columns + 1] for line in text.splitlines()]
     return {name: marks for name, *marks in filter(None, lines) if len(marks) == columns}
 
@@ -165,7 +165,7 @@ def test_growing_keeps_what_is_in_use_and_frees_the_old_memory_first_if_nothing_
 
 @pytest.mark.parametrize("room", [0, 1, 2, 3])
 def test_without_room_for_two_caches_sequences_wait_on_the_host(room, monkeypatch):
-    """A device that refuses the first allocations: both caches, the doubled one, the one that is needed."""
+    """A device refuses the first allocations: both caches, the doubled one, the one of the needed size."""
     cache = TreeCache([(2, 4, 4)] * 2, torch.float32, torch.device("cpu"), capacity=256)
     fill(cache, [0], [0], 4, 0.0)
     cache.lengths[0] = 4
@@ -252,7 +252,7 @@ def test_a_rotary_base_that_changes_with_length():
 
 @pytest.mark.parametrize("path", ["transformers", "plain"])
 def test_a_text_does_not_depend_on_a_longer_one_before_it(path):
-    """transformers keeps the frequencies of the longest text; its own text changes with the call before."""
+    """transformers keeps the longest sequence's frequencies, so its output depends on the call before."""
     model = tiny_model("llama-dynamic-ntk")
     prompt = [3 + i * i % 89 for i in range(60)]
     ids, mask = torch.tensor([prompt]), torch.ones(1, len(prompt), dtype=torch.long)
@@ -323,7 +323,7 @@ def test_an_attention_without_masks_is_probed_and_stepped_under_one_that_takes_t
 
 
 def test_rows_to_keep_go_to_the_device_only_where_some_are_left_out(monkeypatch):
-    """Bringing them there waits for the device, and a step of candidates needs all its rows."""
+    """Copying them waits for the device, and a step with only candidates needs all its rows."""
     target = make_target(tiny_model("llama"), path="transformers")
     target.prefill([(0, [3, 4, 5])])
     honest, kept = target_module.run_model, []
@@ -335,7 +335,7 @@ def test_rows_to_keep_go_to_the_device_only_where_some_are_left_out(monkeypatch)
     monkeypatch.setattr(target_module, "run_model", watch)
     target.forward([(0, branching_tree())])
     tree = branching_tree()
-    tree.add(11, 0)  # a row of a window: nobody reads its logits
+    tree.add(11, 0)  # a window row, whose logits are not read
     target.forward([(0, tree)])
     assert kept == [False, True]
 

@@ -1,4 +1,4 @@
-"""A trace is what was decoded: every drafter's steps, read again, give the text, the trees and the pool."""
+"""Traces: every drafter's steps, read back, reproduce the completion, the trees and the pool."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def llm(model):
 
 
 def written(llm, path, **options):
-    """Result and records of one text with a trace."""
+    """The result and trace records of one completion."""
     with TraceWriter(path, llm) as trace:
         for update in llm.run([PROMPT], max_new_tokens=40, ignore_eos=True, **options):
             trace.write(update)
@@ -58,7 +58,7 @@ def test_a_trace_has_every_step(llm, tmp_path, drafter):
         for rows in record.get("candidates", []):
             assert [tree.parents[row] for row in rows] == [0, *rows[:-1]]
         for name in ("probabilities", "sources"):
-            # All further rows are the window's; others of its rows may coincide with rows of the tree.
+            # All further rows are window rows; other window rows may coincide with rows of the tree.
             known = len(record.get(name, tree.tokens))
             rest = {row for level in record.get("window", []) for row in level if row >= known}
             assert rest == set(range(known, len(tree)))
@@ -189,7 +189,7 @@ def test_generate_writes_a_trace_and_show_makes_a_page(model, tmp_path, monkeypa
     monkeypatch.setattr("webbrowser.open", opened.append)
     code, _, err = call("show", path)
     assert code == 0
-    assert "no browser found here" in err  # this one said nothing
+    assert "no browser found here" in err  # the mock returns None
     page = tmp_path / "t.html"
     assert opened == [page.as_uri()]
     assert page.read_text(encoding="utf-8") == page_of(read_trace(path))

@@ -1,4 +1,4 @@
-"""The page of ``lookahead show`` in headless Chromium: keys, names for screen readers, phone width, bad traces."""
+"""The ``lookahead show`` page in headless Chromium: keys, screen-reader labels, phone width, bad traces."""
 
 import functools
 import http.server
@@ -22,7 +22,7 @@ PROMPT = "def add(a, b):\n    return a + b\n</script>def add(a"
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    """A file with the trace of a text on which drafts are accepted."""
+    """A trace file of a completion with accepted drafts."""
     folder = tmp_path_factory.mktemp("trace")
     llm = lookahead.load(save(folder / "toy"), dtype="float32")
     with TraceWriter(folder / "t.jsonl", llm) as writer:
@@ -33,7 +33,7 @@ def trace(tmp_path_factory):
 
 @pytest.fixture
 def opened(browser, tmp_path):
-    """A function that opens a page with a trace; no page may have an error or ask for anything."""
+    """A function that opens a page with a trace; pages must have no errors and no network requests."""
     pages, problems, asked = [], [], []
 
     def open_page(text, width=1200, scheme="light", mark=""):
@@ -55,7 +55,7 @@ def opened(browser, tmp_path):
 
 @pytest.fixture
 def site_of():
-    """A function that serves a folder: pages of files may not look into each other."""
+    """A function that serves a folder, because file:// pages cannot access each other."""
     servers = []
 
     def serve(folder):
@@ -129,7 +129,7 @@ def test_keys_replay_a_trace(opened, trace, width, scheme):
 
 
 def test_an_adaptive_trace_shows_its_tree_and_its_sources(opened):
-    """Instead of a window and an empty pool: each guess with its source, and what each source has brought so far."""
+    """Instead of window and pool, it shows each drafted token's source and each source's totals so far."""
     read = read_trace(TRACES / "adaptive.jsonl")
     steps = [json.loads(line) for line in read.lines[1:-1]]
     at = next(k for k in range(10, read.steps) if len(steps[k]["path"]) > 1 and len(steps[k]["tree"]) > 4)
@@ -170,7 +170,7 @@ def test_the_page_speaks_chinese(opened, trace):
 
 @pytest.mark.parametrize(("width", "scheme"), [(1100, "light"), (380, "dark")])
 def test_within_another_page_it_plays_until_it_is_touched(browser, trace, tmp_path, site_of, width, scheme):
-    """The frame gets the height of the page and its colours, and does not play where motion is to be reduced."""
+    """The frame fits its content, takes the host's colours, and does not play if motion is to be reduced."""
     (tmp_path / "replay.html").write_text(page_of(read_trace(trace)), encoding="utf-8")
     (tmp_path / "host.html").write_text(
         f'<body style="color-scheme: {scheme}"><iframe src="replay.html#3" style="width: 100%"></iframe>'

@@ -1,4 +1,4 @@
-"""``lookahead train-head``: from a model to a head that every command finds, interrupted and continued."""
+"""``lookahead train-head`` trains a head that every command finds, and resumes after interruptions."""
 
 import json
 from collections import namedtuple
@@ -77,7 +77,7 @@ def test_a_trained_head_is_found_and_changes_no_text(chats, monkeypatch):
 def test_an_interrupted_command_goes_on_twice_and_ends_with_the_same_head(chats, tmp_path, monkeypatch):
     assert command(chats, "--output", tmp_path / "whole")[0] == 0
     whole = load_head(tmp_path / "whole")
-    # The same text, without hidden states and checkpoint.
+    # Keep the text, and delete hidden states and checkpoint.
     folder = HeadLearner(lookahead.load(chats), TOKENS, TrainSettings()).folder
     for file in folder.iterdir():
         file.unlink()
@@ -99,7 +99,7 @@ def test_an_interrupted_command_goes_on_twice_and_ends_with_the_same_head(chats,
 
 
 def _interrupt_after(monkeypatch, owner, name, count):
-    """Raise KeyboardInterrupt in call ``count`` of a function. Returns the function."""
+    """Raise KeyboardInterrupt in call ``count`` of a function. Returns the original."""
     function, calls = getattr(owner, name), []
 
     def interrupted(*args):

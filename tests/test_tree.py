@@ -1,4 +1,4 @@
-"""TokenTree: trie, mask, subtrees; and the window's shape against the paper's picture."""
+"""TokenTree: trie, mask and subtrees; and the window's shape compared with the paper's figure."""
 
 import functools
 
@@ -67,7 +67,7 @@ def test_subtree_refuses_an_orphan():
 
 
 def dense_window_mask(width, levels):
-    """The paper's Figure 2(b), written out: rows level by level, root first, without any tree."""
+    """The mask of the paper's Figure 2(b), built without a tree: rows level by level, root first."""
     rows = [(0, i) for i in range(width)] + [(lv, i) for lv in range(1, levels) for i in range(width)]
     mask = []
     for level, column in rows:

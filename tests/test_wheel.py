@@ -1,4 +1,4 @@
-"""The wheel that users install: built here, put into an empty environment, and imported there."""
+"""The wheel that users install is built, installed into an empty environment, and imported there."""
 
 import shutil
 import subprocess
@@ -28,7 +28,7 @@ def test_it_holds_the_package_and_nothing_else(wheel):
 
 
 def interpreters():
-    """Every Python from 3.11 on that is found here: this one, those on the path, and pyenv's."""
+    """Every Python from 3.11 on that is found here: this one, those on PATH, and pyenv's."""
     found = {f"3.{sys.version_info.minor}": sys.executable}
     for minor in range(11, 15):
         beside = sorted(Path(sys.base_prefix).parent.glob(f"3.{minor}.*/bin/python3"))
@@ -40,7 +40,7 @@ def interpreters():
 
 @pytest.mark.parametrize("version", interpreters())
 def test_it_imports_in_an_empty_environment(wheel, tmp_path, version):
-    """Nothing is installed beside it: what needs torch is imported when it is asked for."""
+    """Nothing else is installed: modules that need torch are imported only on demand."""
     command = [interpreters()[version], "-m", "venv", "--without-pip", str(tmp_path / "env")]
     subprocess.run(command, check=True, capture_output=True)
     python = tmp_path / "env" / "bin" / "python"

@@ -1,4 +1,4 @@
-"""The window's movement and the pool's memory."""
+"""How the window advances, and what the n-gram pool keeps."""
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ def counting_window(width, ngram_size):
 
 def test_one_step_closes_the_ngrams_that_the_paper_draws():
     window = counting_window(3, 3)
-    assert window.levels == [[100, 101, 102]]  # one longer than W - 1: the warm-up uses one up
+    assert window.levels == [[100, 101, 102]]  # one longer than W - 1, as the warm-up uses one
     window.add_to(TokenTree(1))
     assert window.advance(1, [10, 11, 12, 13], frozenset()) == [(1, 10), (100, 11), (101, 12), (102, 13)]
     assert window.levels == [[101, 102], [11, 12, 13]]
@@ -40,7 +40,7 @@ def test_an_end_token_is_harvested_and_replaced():
 
 @given(st.integers(1, 6), st.integers(2, 6), st.lists(st.integers(0, 9), min_size=12, max_size=24))
 def test_the_window_narrows_and_reopens(width, ngram_size, limits):
-    """Whatever the room of each step, its shape is right; with room for all, it is whole after N - 1 steps."""
+    """Its shape is right at any width limit per step; without a limit, it is full after N - 1 steps."""
     window = counting_window(width, ngram_size)
     for columns in [*limits, *[99] * ngram_size]:
         window.narrow(columns)

@@ -1,4 +1,4 @@
-"""A checkpoint small enough to make in a test: a random Llama and a byte-level tokenizer, on disk."""
+"""A checkpoint small enough to create in a test: a random Llama and a byte-level tokenizer, on disk."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -33,7 +33,7 @@ def tokenizer(chat=False):
 
 
 def save(folder, chat=False, **config):
-    """Write model and tokenizer; returns the folder."""
+    """Write model and tokenizer; return the folder."""
     model = tiny_model("llama", vocab_size=VOCABULARY, **config)
     model.save_pretrained(folder)
     tokenizer(chat).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The width of vectors, and a text: test_cpu_widths.py runs this in processes that compile for other processors."""
+"""The vector width and a completion: test_cpu_widths.py runs this in processes compiling for other CPUs."""
 
 import json
 import os
