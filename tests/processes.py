@@ -47,9 +47,7 @@ def _command(arguments, stdout, stderr, environment, folder):
     for number, path in ((1, stdout), (2, stderr)):
         if path is not None:
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background jobs ignore SIGINT
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
     sys.argv = ["lookahead", *arguments]
     from lookahead.cli import main
 

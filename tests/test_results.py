@@ -126,7 +126,14 @@ def plan(tmp_path, monkeypatch, capsys):
 
 
 OTHERS = ["dynamics", "pass-rate", "serve", "batch-size", *results.STUDY, "exact"]
-EVERY_PAGE = ["bench-packed", "bench-packed-q4_k_m", "bench-packed-sampled", "bench-packed-head", "bench-bf16", "rows"]
+EVERY_PAGE = [
+    "bench-packed",
+    "bench-packed-q4_k_m",
+    "bench-packed-sampled",
+    "bench-packed-head",
+    "bench-bf16",
+    "rows",
+]
 EVERY_PAGE += ["llamacpp-examples", "startup", "packed-accuracy", "packed-step"]
 EVERY_PAGE += [*OTHERS[:4], "vllm", *OTHERS[4:], "trained"]
 
