@@ -271,8 +271,7 @@ def _left_out(*names: str, why: str) -> None:
 
 
 def _packed(given: Sources) -> list[Step]:
-    """Packed weights, the default: greedy in two formats, and the model's own file sampled and with the light head; and
-    weights in bf16.
+    """Packed weights, the default: greedy in two formats, and the model's own file sampled and with the light head.
 
     Each peer gets its best format of about as many bits: llama.cpp Q4_0 and IQ4_NL, which it repacks while loading,
     and OpenVINO GenAI Q4_0; ours gets the same Q4_0 file. Q4_K_M is the most common file. llama.cpp's own prompt
@@ -310,7 +309,7 @@ def _packed(given: Sources) -> list[Step]:
         words += ["--temperature", str(temperature)] if temperature else []
         words += ["--method", " ".join(methods), "--out", f"build/results/{name}"]
         planned.append(Step(name, tuple(words), minutes * limit))
-    # transformers evaluates the same weights in bf16.
+    # transformers beside ours, in bf16.
     words = ["-m", "benchmarks.side_by_side", "--dtype", "bfloat16"]
     words += [part for workload in FEW for part in ("--workload", workload)]
     words += ["--data", str(given.data), "--limit", str(given.half), "--repeats", str(REPEATS)]
