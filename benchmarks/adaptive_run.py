@@ -26,7 +26,7 @@ from lookahead.cli.bench import command_line
 from lookahead.core import Drafter, DraftState, Engine, Request, Start, TokenTree
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.draft_state import AdaptiveDraftState
-from lookahead.drafters.adaptive.measure import curve_of
+from lookahead.engine.admission import Admission
 from lookahead.sampling import SeededNoise, make_choose
 
 from .datasets import load_workload
@@ -51,6 +51,14 @@ class Watched(Drafter):
         self.drafter = drafter
         self.levels = levels
         self.plain: list[bool] = []
+
+    @property
+    def needs_base_table(self) -> bool:
+        return self.drafter.needs_base_table
+
+    @property
+    def needs_cost_curve(self) -> bool:
+        return self.drafter.needs_cost_curve
 
     def start(self, sequence: Start) -> DraftState:
         return WatchedState(self, AdaptiveDraftState(self.drafter, None, sequence))
@@ -166,11 +174,10 @@ def main() -> None:
     if args.data is None:
         parser.error("--data must be a folder with the data sets (docs/benchmarks.md names them)")
 
-    # Measure step times, which the budget needs.
     llm = lookahead.load(args.model, dtype=args.dtype)
     target = llm.target()
     size = llm.vocabulary
-    curve = curve_of(llm.model, target.path, lambda: target, print)
+    admit = Admission(llm.model, llm.probe, lambda: target)
 
     # Decode every prompt with each method.
     runs: list[dict[str, Any]] = []
@@ -187,16 +194,11 @@ def main() -> None:
                         drafter = Watched(Adaptive(), [[0.0] * 3 for _ in LEVELS])
                     elif method == "64 rows":
                         drafter = Watched(Adaptive(rows=64), levels[str(temperature)])
-                    engine = Engine(lambda: target)
+                    engine = Engine(lambda: target, admit=admit)
                     start = perf_counter()
                     sequence = engine.add(
                         Request(
-                            prompt,
-                            drafter,
-                            args.new_tokens,
-                            make_choose(prompt, None, noise),
-                            noise=noise,
-                            cost_curve=curve,
+                            prompt, drafter, args.new_tokens, make_choose(prompt, None, noise), noise=noise
                         )
                     )
                     steps = []

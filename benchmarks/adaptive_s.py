@@ -58,9 +58,7 @@ class Runner:
 
     def _decode(self, number: int, drafter: Drafter) -> Outcome:
         options = replace(self.options, seed=number)
-        return timed_decode(
-            self.model.target, make_request(self.model, self.prompts[number], drafter, options)
-        )
+        return timed_decode(self.model, make_request(self.model, self.prompts[number], drafter, options))
 
     def measure(self, method: Callable[[], Callable[[], Drafter]]) -> dict[str, Any]:
         """S, rows per step and accepted tokens per step by source."""

@@ -4,7 +4,7 @@
     python -m benchmarks.results --data DIR --only bench-packed    only pages with this prefix
     python -m benchmarks.results --readme        the README's figures from the committed pages alone
 
-A page made by the same command from the same code (src, without ``UNUSED``) is not made again, and records survive an
+A page made by the same command from the same code (src, see ``USED_BY``) is not made again, and records survive an
 interrupt, so the same command continues, also after pages have been committed. Peers are llama-cpp-python and
 openvino-genai, on conversions of the model's file by convert_gguf.py, llama.cpp's own programs, if --llamacpp-bin
 names their folder, and vLLM, if `make vllm` has installed it.
@@ -57,8 +57,13 @@ REPEATS = 3
 EXAMPLES = ("stdlib", "humaneval", "mt-bench")
 #: Weights of the trained drafters.
 TRAINED = ("build/medusa.safetensors", "build/eagle.safetensors")
-#: Library code that no page but vLLM's depends on: the integration, and the report, which is made again from records.
-UNUSED = ("src/lookahead/integrations/vllm*", "src/lookahead/bench/report.py")
+#: Library code on which only the pages of some programs depend -> the programs. No page depends on the report, which
+#: is made again from records.
+USED_BY = {
+    "src/lookahead/bench/report.py": (),
+    "src/lookahead/bench/methods.py": ("side_by_side", "paper", "batch_size"),
+    "src/lookahead/integrations/vllm*": ("vllm",),
+}
 #: A Python with vLLM and this package.
 VLLM = "build/vllm-0.32.0/bin/python"
 #: The page whose table is in the README.
@@ -134,7 +139,8 @@ class Step:
         facts = json.loads(self.page.read_text())
         command = command_line(list(self.words[2:]), f"python -m {self.words[1]}")
         made = re.search(r"commit ([^,]+),", facts["where"])
-        unused = () if self.name == "vllm" else UNUSED
+        program = self.words[1].removeprefix("benchmarks.")
+        unused = [files for files, programs in USED_BY.items() if program not in programs]
         return facts["command"] == command and made is not None and same_code(made[1], commit(), unused)
 
     def run(self) -> None:

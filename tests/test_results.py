@@ -182,6 +182,7 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
     assert [name for name in pages if "packed" in name] == [
         "bench-packed",
         "bench-packed-sampled",
+        "bench-packed-head",
         "packed-accuracy",
     ]
     assert "bench-packed-q4_k_m: left out; llama-cpp-python makes Q4_K_M\n" in printed

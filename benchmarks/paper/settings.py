@@ -60,7 +60,7 @@ def settings(study: Study) -> dict[str, dict[str, Totals]]:
         sets.setdefault(prompt.workload, []).append(prompt.tokens(model.tokenizer))
 
     def decode(ids: list[int], drafter: Drafter) -> Any:
-        return timed_decode(model.target, make_request(model, ids, drafter, study.options))
+        return timed_decode(model, make_request(model, ids, drafter, study.options))
 
     plain = {name: [decode(ids, Plain()).tokens for ids in prompts] for name, prompts in sets.items()}
     print(f"{'setting':<26}" + "".join(f"{name + ' S':>16}{'rows':>7}{'equal':>9}" for name in sets))

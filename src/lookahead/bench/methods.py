@@ -19,8 +19,8 @@ from ..core import Drafter, Engine, Request, SettingsError, Stats, Target
 from ..drafters import Adaptive, Lookahead, NGramPool, Plain, as_drafter
 from ..drafters.checks import all_settings
 from ..drafters.names import METHODS
+from ..engine.admission import Admission
 from ..engine.processors import make_process
-from ..engine.progress import say
 from ..llm import LLM
 from ..loading import load
 from ..options import Options
@@ -44,19 +44,24 @@ class ModelUnderTest:
     dtype: str = "float32"  # for the records
     gguf: str | None = None  # the file that the model was read from, if it is a GGUF file
     parameter_count: int | None = None  # the number of its weights; None if there is only a target
+    admit: Callable[[Request, Target], Request] = lambda request, target: (
+        request
+    )  # adds what the drafter needs
 
     @classmethod
     def of(cls, llm: LLM, path: str = "auto") -> ModelUnderTest:
         """A loaded model with a target of the given path (see ``LLM.target``)."""
+        target = llm.target(path)
         return cls(
             llm.name,
-            llm.target(path),
+            target,
             llm.model,
             llm.tokenizer,
             llm.eos,
             llm.context or UNLIMITED,
             llm.dtype,
             parameter_count=llm.parameter_count,
+            admit=Admission(llm.model, llm.probe, lambda: target),
         )
 
 
@@ -131,13 +136,8 @@ def make_request(
     prompt: Sequence[int],
     drafter: Drafter,
     options: RunOptions,
-    cost_curve: Any = None,
 ) -> Request:
-    """A request for the library's loop. When sampling, the drafter also gets the noise.
-
-    Args:
-        cost_curve: the cost curve of the model, for a drafter that needs it.
-    """
+    """A request for the library's loop. When sampling, the drafter also gets the noise."""
     noise = process = None
     if options.temperature:
         device = getattr(model.model, "device", None)
@@ -145,20 +145,21 @@ def make_request(
         sampling = Options(temperature=options.temperature, top_k=options.top_k or None)
         process = make_process(sampling, len(prompt), model.eos, None, device)
     choose = make_choose(prompt, process, noise)
-    return Request(
-        prompt, drafter, options.max_new_tokens, choose, model.eos, noise=noise, cost_curve=cost_curve
-    )
+    return Request(prompt, drafter, options.max_new_tokens, choose, model.eos, noise=noise)
 
 
-def timed_decode(target: Target, request: Request) -> Outcome:
+def timed_decode(model: ModelUnderTest, request: Request) -> Outcome:
     """Decode one prompt and record the tokens, rows and seconds of every step.
+
+    As in ``LLM``, the drafter gets the model's cost curve, base table and light head; reading them is not timed.
 
     Raises:
         LookaheadError: the error that ended decoding early.
     """
+    request = model.admit(request, model.target)
     last = perf_counter()
     outcome = Outcome([], Stats(), 0, 0.0)
-    engine = Engine(lambda: target, target=target)
+    engine = Engine(lambda: model.target, target=model.target)
     engine.add(request)
     while engine.busy:
         for update in engine.step():
@@ -209,17 +210,11 @@ class Drafted(Method):
 
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
         drafter = self.drafter
-        curve = None
         if self.state == "warm":
             if self._kept is None:
                 self._kept = self._with_state()
             drafter = self._kept
-        # The curve describes the machine, so ``forget`` does not drop it.
-        if drafter.needs_cost_curve and model.model is not None:
-            from ..drafters.adaptive.measure import curve_of
-
-            curve = curve_of(model.model, model.target.path, lambda: model.target, say)
-        return timed_decode(model.target, make_request(model, prompt, drafter, options, curve))
+        return timed_decode(model, make_request(model, prompt, drafter, options))
 
 
 #: Makes the methods for one name: cold and warm if the method keeps state, unless ``warm`` is False.
