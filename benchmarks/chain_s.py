@@ -23,15 +23,18 @@ from lookahead.drafters.adaptive.state import AdaptiveState
 
 from .datasets import SETS, load_workload
 
+#: Rows of a tree, and of the longest chain.
+ROWS = 64
+
 
 def variants(drafted: int) -> dict[str, Drafter]:
     """The drafters by name; the last ones draft at most this many tokens."""
-    whole = Adaptive(rows=64, sources=tuple(SOURCES))
-    short = replace(whole, chain=True, max_rows=drafted + 1)
+    whole = Adaptive(rows=ROWS, sources=tuple(SOURCES))
+    short = replace(whole, chain=True, rows=drafted + 1)
     return {
-        f"trees of {whole.max_rows} rows, with the window": whole,
+        f"trees of {ROWS} rows, with the window": whole,
         "without the window": replace(whole, window_size=0),
-        f"chains of up to {whole.max_rows - 1} tokens": replace(whole, chain=True),
+        f"chains of up to {ROWS - 1} tokens": replace(whole, chain=True),
         f"chains of up to {drafted} tokens": short,
         "the same, from text alone": replace(short, sources=("suffix", "corpus")),
         f"prompt lookup of {drafted} tokens": PromptLookup(5, drafted),

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import lookahead
+from benchmarks.chain_s import variants
 from benchmarks.drafters.eagle import Eagle, EagleDrafter, EagleState, Layer
 from benchmarks.drafters.medusa import RANKS, Heads, Medusa, MedusaDrafter
 from benchmarks.drafters.rest import AHEAD, END, Datastore, Rest
@@ -124,3 +125,11 @@ def test_rows_of_a_tree_read_what_they_read_in_a_text(eagle):
         state._unread = list(zip(tokens[begin:end], states[0, begin:end].numpy(), strict=True))
         last = state._read()
     assert torch.allclose(last, whole[0, -1:], atol=1e-5)
+
+
+def test_variants_for_vllm_have_the_rows_in_their_names():
+    made = variants(5)
+    assert {
+        made[name].most_rows for name in ("trees of 64 rows, with the window", "chains of up to 63 tokens")
+    } == {64}
+    assert {made[name].most_rows for name in ("chains of up to 5 tokens", "the same, from text alone")} == {6}

@@ -19,7 +19,7 @@ class Adaptive(AdaptiveSettings, Drafter):
     """One calibrated token tree from every training-free source, with as many rows as pay off on this machine.
 
     Attributes:
-        max_rows: largest number of rows per step, 1 to 512.
+        max_rows: largest number of rows per step, 1 to 512; leave it out if ``rows`` is given.
         rows: a fixed number of rows per step, 1 to 512; steps have fewer only if the sources propose too few. None:
             each step has as many rows as pay off by the cost curve of this model on this machine.
         sources: the names in ``SOURCES`` that may propose candidates. Without "logits", the results of the window are
@@ -38,7 +38,7 @@ class Adaptive(AdaptiveSettings, Drafter):
         state: statistics that sequences share; None to start every sequence without any.
 
     Raises:
-        SettingsError: an unknown source, or a value out of range.
+        SettingsError: an unknown source, a value out of range, or settings that exclude each other.
     """
 
     state: AdaptiveState | None = field(default=None, compare=False, repr=False)

@@ -56,6 +56,11 @@ class AdaptiveSettings:
         for name, (low, high) in LIMITS.items():
             if name != "rows" or self.rows is not None:
                 check_whole(self, name, low, high)
+        if self.rows is not None and self.max_rows not in (AdaptiveSettings.max_rows, self.rows):
+            raise SettingsError(
+                "rows fixes the number of rows and max_rows limits the rule that chooses it, "
+                f"got rows={self.rows} and max_rows={self.max_rows}; leave one out"
+            )
         if not isinstance(self.chain, bool):
             raise SettingsError(f"chain must be true or false, got {self.chain!r}")
         self._check_path("head", "the path of a light head, 'auto' or none")
