@@ -246,6 +246,20 @@ def test_drafts_end_at_the_longest_text():
     assert engine.per_step > 2
 
 
+@pytest.mark.parametrize(
+    ("setting", "longest"),
+    [("max_rows=1", 0), ("max_rows=3", 2), ("rows=3", 2), ("rows=8:max_rows=8", DRAFTED)],
+)
+def test_chains_have_at_most_the_rows_of_the_settings(clock, setting, longest):
+    engine = Engine(Proposer(config(f"adaptive:{setting}")), lambda text: text[-1], clock=clock)
+    engine.running = [Request([7] * 20, 100)]
+    lengths = set()
+    while engine.running:
+        engine.step()
+        lengths |= {len(request.draft) for request in engine.running}
+    assert max(lengths) == longest
+
+
 #: Measurement steps for one number of requests, with 6, 3 and 2 rows per request.
 MEASURED = 3 * 2 * (ROUNDS + DISCARDED)
 
@@ -418,6 +432,10 @@ real_version = lookahead.integrations.vllm.vllm_version
         (config(stages=2), "needs pipeline_parallel_size=1, got 2"),
         (config("15,5,15"), "must be settings of adaptive, .* got '15,5,15'"),
         (config("adaptive:sources=crystal"), "unknown sources crystal"),
+        (
+            config("adaptive:head=auto"),
+            "must not set head, because vLLM passes no hidden states .*head='auto'",
+        ),
     ],
 )
 def test_what_it_was_not_built_for_is_refused(given, message):

@@ -106,20 +106,21 @@ class Proposer:
 
         drafter = drafter_of(vllm_config)
         self._most: int = vllm_config.speculative_config.num_speculative_tokens
-        rows = None if drafter.rows is None else min(drafter.rows, self._most + 1)
+        most_rows = min(drafter.most_rows, self._most + 1)
+        rows = None if drafter.rows is None else most_rows
         self._drafter = replace(
-            drafter, chain=True, rows=rows, max_rows=self._most + 1, state=AdaptiveState(drafter)
+            drafter, chain=True, rows=rows, max_rows=most_rows, state=AdaptiveState(drafter)
         )
         self._longest: int = vllm_config.model_config.max_model_len
         self._vocabulary: int = vllm_config.model_config.get_vocab_size()
         device = vllm_config.device_config.device_type
         config = getattr(vllm_config.model_config, "hf_config", None)
         self._costs: StepCosts | None = None
-        if drafter.rows is None:
+        if drafter.rows is None and most_rows > 1:
             dtype = getattr(vllm_config.model_config, "dtype", "")
-            name = f"vllm {vllm_version()}|{config_key(config)}|{dtype}|{device}|{self._most} drafted"
+            name = f"vllm {vllm_version()}|{config_key(config)}|{dtype}|{device}|{most_rows - 1} drafted"
             sustained = SUSTAINED if device == "cpu" else 1.0
-            self._costs = StepCosts(name, self._most + 1, sustained, partial(warnings.warn, stacklevel=2))
+            self._costs = StepCosts(name, most_rows, sustained, partial(warnings.warn, stacklevel=2))
         #: The rows for each request of the step being measured; None if it is not measured, or not as planned.
         self._measured: int | None = None
         self._begin = 0.0
@@ -266,6 +267,11 @@ def drafter_of(vllm_config: Any) -> Adaptive:
         raise SettingsError(
             f"additional_config[{SETTINGS!r}] must be settings of adaptive, as in 'adaptive:rows=9', "
             f"got {settings!r:.80}"
+        )
+    if drafter.head is not None:
+        raise SettingsError(
+            f"additional_config[{SETTINGS!r}] must not set head, because vLLM passes no hidden states to it, "
+            f"got head={drafter.head!r}; leave it out"
         )
     return drafter
 
