@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import re
-import socket
 import subprocess
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import httpx
@@ -30,6 +27,7 @@ from lookahead.core import SettingsError
 
 from .datasets import load_workload
 from .page import write_page
+from .serve import running
 
 #: What we measure. The triple is the one compiled into llama-lookahead.
 OURS = ("plain", "adaptive", "prompt_lookup", "15,5,15")
@@ -127,26 +125,14 @@ def served(
     arguments: argparse.Namespace, path: str, mode: str, prompts: Sequence[list[int]]
 ) -> list[dict[str, Any]]:
     """llama-server's answers to the prompts with a ``--spec-type``, after one uncounted request."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [path, "-m", str(arguments.model), "-t", str(arguments.threads), "-c", "4096", "-np", "1"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--spec-type", mode]
+    command += ["--spec-type", mode]
     body = {"temperature": 0, "n_predict": arguments.tokens, "cache_prompt": False, "return_tokens": True}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
-                for _ in range(600):
-                    with suppress(httpx.TransportError):
-                        if client.get("/health").status_code == 200:
-                            break
-                    sleep(0.1)
-                answers = [
-                    client.post("/completion", json=body | {"prompt": ids}).raise_for_status().json()
-                    for ids in (prompts[0][:8], *prompts)
-                ]
-        finally:
-            server.terminate()
+    with running(command, "/health") as address, httpx.Client(base_url=address, timeout=600) as client:
+        answers = [
+            client.post("/completion", json=body | {"prompt": ids}).raise_for_status().json()
+            for ids in (prompts[0][:8], *prompts)
+        ]
     return answers[1:]
 
 

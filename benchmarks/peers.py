@@ -5,6 +5,7 @@
     hf-assisted:PATH              its speculative decoding with the draft model at PATH (arXiv 2211.17192)
     llamacpp-greedy[:FILE]        llama.cpp on the GGUF file of the model, or on FILE (see ``benchmarks.llamacpp``)
     llamacpp-lookup[:FILE]        its prompt lookup, 10 tokens
+    llamacpp-server[:FILE[:MODE]] llama.cpp's own server (see ``benchmarks.llamacpp_server``)
     openvino-greedy[:FILE]        OpenVINO GenAI on a GGUF file (see ``benchmarks.openvino``)
     openvino-lookup[:FILE]        its prompt lookup, 10 tokens
 
@@ -27,6 +28,7 @@ from lookahead.core import SettingsError
 
 from .gguf_peer import LOOKUP_TOKENS, MissingPackage, outcome_of
 from .llamacpp import LLAMA_CPP, LlamaCpp
+from .llamacpp_server import LLAMA_SERVER, LlamaServer
 from .openvino import OPENVINO, OpenVino
 
 HUGGING_FACE = ("hf-greedy", "hf-sample", "hf-prompt-lookup")
@@ -59,12 +61,14 @@ def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Me
         return [HuggingFace(head)]
     if head in LLAMA_CPP:
         return [LlamaCpp(head, settings, model)]
+    if head == LLAMA_SERVER:
+        return [LlamaServer(settings, model)]
     if head in OPENVINO:
         return [OpenVino(head, settings, model)]
     try:
         return methods.make_methods(name, model, warm)
     except SettingsError as error:
-        others = ", ".join((*HUGGING_FACE, f"{ASSISTED}:PATH", *LLAMA_CPP, *OPENVINO))
+        others = ", ".join((*HUGGING_FACE, f"{ASSISTED}:PATH", *LLAMA_CPP, LLAMA_SERVER, *OPENVINO))
         raise SettingsError(f"{error}; methods of other libraries are {others}") from None
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -30,11 +31,14 @@ from lookahead.bench import Records
 from lookahead.bench.record import commit
 from lookahead.bench.report import markdown_table, page_of
 from lookahead.cli.bench import command_line
+from lookahead.core import SettingsError
 
 from . import startup
 from .convert_gguf import BY_LLAMA_CPP, convert, export
 from .datasets import SETS
+from .llamacpp_server import LLAMA_SERVER
 from .paper import committed
+from .quiet import require_quiet
 
 ROOT = Path(__file__).parent.parent
 RESULTS, RECORDS = ROOT / "docs" / "results", ROOT / "build" / "results"
@@ -53,6 +57,8 @@ STUDY = {
 FEW = ("humaneval", "gsm8k", "mt-bench")
 #: How often each prompt is decoded on the pages of packed weights.
 REPEATS = 3
+#: Drafts of llama.cpp's server on these pages, the fastest of the page llamacpp-examples.
+MODES = ("ngram-mod", "ngram-cache")
 #: Data sets of llama.cpp's own examples.
 EXAMPLES = ("stdlib", "humaneval", "mt-bench")
 #: Weights of the trained drafters.
@@ -61,15 +67,18 @@ TRAINED = ("build/medusa.safetensors", "build/eagle.safetensors")
 #: is made again from records.
 USED_BY = {
     "src/lookahead/bench/report.py": (),
-    "src/lookahead/bench/methods.py": ("side_by_side", "paper", "batch_size"),
+    "src/lookahead/bench/methods.py": ("side_by_side", "paper", "batch_size", "dynamics"),
     "src/lookahead/integrations/vllm*": ("vllm",),
 }
 #: A Python with vLLM and this package.
 VLLM = "build/vllm-0.32.0/bin/python"
 #: The page whose table is in the README.
 IN_README = "bench-packed"
+#: Beginnings of the names of other libraries' methods.
+PEERS = ("llamacpp", "openvino", "hf")
 #: method in the records -> name in the README; other methods are on the page only
 NAMES = {
+    LLAMA_SERVER: "llama.cpp's server",
     "llamacpp-greedy": "llama.cpp",
     "llamacpp-lookup": "llama.cpp prompt lookup",
     "openvino-greedy": "OpenVINO GenAI",
@@ -99,6 +108,7 @@ CHINESE = {
     ),
     r"\| equal \|": "| 一致 |",
     r"(\d+) of (\d+)": r"\1/\2",
+    r"llama\.cpp's server": "llama.cpp 服务器",
     r"ours, plain decoding": "本库，普通解码",
     r"ours, prompt lookup": "本库，prompt lookup",
     r"ours, lookahead (\S+), the paper's": r"本库，前瞻解码 \1，论文的方法",
@@ -114,7 +124,7 @@ CHINESE = {
     r"llama\.cpp is compiled when it is built\.": (
         r"**首次使用**：每台机器一次，\1，用来编译算子并测量单步耗时；llama.cpp 在构建时就已编译。"
     ),
-    r"Medians of five runs with their range": "五次运行的中位数与范围",
+    r"Medians with their range, both with the default model's file": "中位数与范围，两者都使用默认模型的文件",
 }
 
 
@@ -152,7 +162,7 @@ class Step:
         summary = json.loads((folder / "summary.json").read_text())
         wanted = set(summary["keys"])  # the folder may have records of other commits and limits
         records = [record for record in Records(folder).read() if record["key"] in wanted]
-        head = {"command": summary["command"]}
+        head = {"command": summary["command"], "software": _software(records), "processor": _processor()}
         committed.write(RESULTS / "records" / f"{self.name}.jsonl.gz", head, records)
         text, facts = side_by_side(self.name)
         (RESULTS / f"{self.name}.md").write_text(text, encoding="utf-8")
@@ -178,9 +188,30 @@ def side_by_side(name: str) -> tuple[str, str]:
     head, records = committed.read(RESULTS / "records" / f"{name}.jsonl.gz")
     text, facts = page_of(records, head["command"])
     title = f"Methods side by side, {name.removeprefix('bench-')}"
+    if "software" in head:
+        text += f"\n{head['software']} Processor: {head['processor']}.\n"
     origin = f"Every figure of this page is computed from [its records](records/{name}.jsonl.gz)."
     page = f"# {title}\n\n{text}\n{origin}\n\n![{figure_text(facts)}]({name}.svg)\n"
     return page, json.dumps(facts, indent=1) + "\n"
+
+
+def _software(records: Sequence[Mapping[str, Any]]) -> str:
+    """The versions of other libraries, as their methods give them in their settings."""
+    found = {}
+    for record in records:
+        if record["method"].startswith(PEERS):
+            found |= {name: value for name, value in record["settings"].items() if isinstance(value, str)}
+    return (
+        f"Other libraries: {', '.join(f'{name} {value}' for name, value in found.items())}." if found else ""
+    )
+
+
+def _processor() -> str:
+    """The processor's family, model and stepping, which its name may hide."""
+    file = Path("/proc/cpuinfo")
+    lines = dict.fromkeys(file.read_text().splitlines()) if file.is_file() else {}
+    parts = (line.replace("\t", "") for line in lines if re.match(r"(cpu family|model|stepping)\s*:", line))
+    return ", ".join(parts) or "unknown"
 
 
 def figure_text(facts: Mapping[str, Any]) -> str:
@@ -236,7 +267,7 @@ def steps(given: Sources) -> list[Step]:
         plan("llamacpp-examples", 2 * min(4, limit), "llamacpp_examples", *words)
     words = []
     if model is not None and given.llamacpp_bin is not None and has_llama_cpp:
-        words = ["--bin", given.llamacpp_bin, "--model", _converted(model, "Q4_0")]
+        words = ["--bin", given.llamacpp_bin, "--model", model]
     plan("startup", 2, "startup", *words)
     # Packed weights: how close they are, and what a step costs.
     if model is not None:
@@ -280,8 +311,8 @@ def _packed(given: Sources) -> list[Step]:
     """Packed weights, the default: greedy in two formats, and the model's own file sampled and with the light head.
 
     Each peer gets its best format of about as many bits: llama.cpp Q4_0 and IQ4_NL, which it repacks while loading,
-    and OpenVINO GenAI Q4_0; ours gets the same Q4_0 file. Q4_K_M is the most common file. llama.cpp's own prompt
-    lookup is a separate program (``llamacpp_examples``). Cells of a peer that is not installed say so.
+    and OpenVINO GenAI Q4_0; ours gets the same Q4_0 file. Q4_K_M is the most common file. llama.cpp is its own
+    server, a native build, or else its Python package, which is slower. Cells of a peer that is not installed say so.
     """
     model, planned = given.model, []
     assert model is not None
@@ -300,13 +331,16 @@ def _packed(given: Sources) -> list[Step]:
         if name == "bench-packed-head":
             methods = ["adaptive", "adaptive:head=auto"]
         elif not temperature:
-            methods += ["llamacpp-greedy"]
-            other = [_converted(model, "IQ4_NL")] if kind == "Q4_0" and has_llama_cpp else []
-            methods += [f"llamacpp-greedy:{path}" for path in other]
-            for path in [file, *other] if has_llama_cpp else ():
-                if not _evaluates(ROOT / path):
-                    methods = [each for each in methods if not each.startswith("llamacpp-")]
-                    _left_out(f"llama.cpp in {name}", why=f"it ends its process on {path}")
+            files = [file, *([_converted(model, "IQ4_NL")] if kind == "Q4_0" and has_llama_cpp else [])]
+            if given.llamacpp_bin is not None:
+                methods += [f"{LLAMA_SERVER}:{path}" for path in files]
+                methods += [f"{LLAMA_SERVER}:{file}:{mode}" for mode in MODES]
+            else:
+                methods += [f"llamacpp-greedy:{path}" for path in files]
+                for path in files if has_llama_cpp else ():
+                    if not _evaluates(ROOT / path):
+                        methods = [each for each in methods if not each.startswith("llamacpp-")]
+                        _left_out(f"llama.cpp in {name}", why=f"it ends its process on {path}")
         if kind == "Q4_0":
             methods += [f"openvino-greedy:{file}", f"openvino-lookup:{file}"]
         words = ["-m", "benchmarks.side_by_side", str(file)]
@@ -365,8 +399,9 @@ def speeds(facts: dict[str, Any]) -> str:
     rows = []
     for method in dict.fromkeys(line["method"] for line in lines):
         head, _, file = method.partition(":")
-        kind = Path(file).suffixes[-2:-1]
-        name = NAMES.get(method, NAMES.get(head, head) + (f", {kind[0][1:]}" if kind else ""))
+        file, _, mode = file.partition(":")
+        details = [suffix[1:] for suffix in Path(file).suffixes[-2:-1]] + ([mode] if mode else [])
+        name = NAMES.get(method, ", ".join([NAMES.get(head, head), *details]))
         own = {line["workload"]: line["all"] for line in lines if line["method"] == method}
         equal, compared = (sum(own[w][key] for w in sets) for key in ("equal", "compared"))
         s = [own[w]["s_steps"] for w in sets if own[w]["s_steps"] is not None]
@@ -429,7 +464,7 @@ def behind(found: dict[str, Any]) -> str:
         f"- **Memory**: {ours['memory']} of resident memory with the default model's file{against('memory')}.\n"
         f"- **First use**: {ours['first use']} once per machine, to compile the kernels and measure the cost of "
         "steps; llama.cpp is compiled when it is built.\n"
-        "- Medians of five runs with their range ([the page](docs/results/startup.md))."
+        "- Medians with their range, both with the default model's file ([the page](docs/results/startup.md))."
     )
 
 
@@ -449,7 +484,8 @@ def readme(text: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
         size = f"Prompts of each set: {prompts[1]}. " if prompts else ""
         blocks["speeds"] = f"{size}{where}\n\n{speeds(facts)}\n\n{slower(facts)}"
         page = RESULTS / "llamacpp-examples.json"
-        if page.is_file():
+        native = any(line["method"].startswith(LLAMA_SERVER) for line in facts["figures"])
+        if page.is_file() and not native:
             blocks["speeds"] += " " + own_programs(json.loads(page.read_text())["figures"])
     page = RESULTS / "startup.json"
     if page.is_file():
@@ -464,7 +500,7 @@ def readme(text: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
     return text
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str] | None = None) -> int | str:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -482,6 +518,7 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--readme", action="store_true", help="write the README's figures only")
     given = parser.parse_args(words)
+    failed: list[str] = []
     if not given.readme:
         if given.data is None or not given.data.is_dir():
             parser.error(
@@ -491,10 +528,13 @@ def main(words: Sequence[str] | None = None) -> None:
             parser.error(
                 f"--llamacpp-bin must be the folder of llama.cpp's programs, got {given.llamacpp_bin}"
             )
+        if given.llamacpp_bin is not None:
+            os.environ["LLAMACPP_BIN"] = str(given.llamacpp_bin.resolve())
         found = Sources(given.data, given.limit, default_file(), given.llamacpp_bin, given.text)
-        measure(found, given.only)
+        failed = measure(found, given.only)
     README.write_text(readme(README.read_text()))
     README_ZH.write_text(readme(README_ZH.read_text(), CHINESE))
+    return f"error: {' and '.join(failed)} failed; the same command continues" if failed else 0
 
 
 def default_file() -> Path | None:
@@ -503,8 +543,8 @@ def default_file() -> Path | None:
     return next(Path(str(spec.origin)).parent.glob("*.gguf"), None) if spec is not None else None
 
 
-def measure(given: Sources, only: str = "") -> None:
-    """Make every page with the prefix ``only`` that this commit has not made."""
+def measure(given: Sources, only: str = "") -> list[str]:
+    """Make every page with the prefix ``only`` that this commit has not made. Returns the pages that failed."""
     planned = [step for step in steps(given) if step.name.startswith(only)]
     if not planned:
         raise SystemExit(f"error: --only must be the beginning of a page's name, got {only!r}")
@@ -514,24 +554,28 @@ def measure(given: Sources, only: str = "") -> None:
         f"{len(todo)} of {len(planned)} pages to make, about {minutes:.0f} minutes on 2 quiet cores",
         flush=True,
     )
+    failed = []
     for number, step in enumerate(todo, 1):
         print(f"{number}/{len(todo)} {step.name}: about {step.minutes:.0f} minutes", flush=True)
         start = perf_counter()
-        step.run()
+        try:
+            require_quiet()
+            step.run()
+        except (subprocess.CalledProcessError, SettingsError) as error:
+            print(f"{step.name} failed: {error}", flush=True)
+            failed.append(step.name)
         print(f"{step.name} took {(perf_counter() - start) / 60:.1f} minutes", flush=True)
+    return failed
 
 
 def program(words: Sequence[str] | None = None) -> int | str:
     """``main``, with errors as one line for ``sys.exit``."""
     try:
-        main(words)
+        return main(words)
     except KeyboardInterrupt:
         return "interrupted: finished pages and records are kept, and the same command continues"
-    except subprocess.CalledProcessError as error:
-        return f"error: {' '.join(error.cmd[1:4])} ended with status {error.returncode}; the same command continues"
     except OSError as error:
         return f"error: {error}; finished pages and records are kept, and the same command continues"
-    return 0
 
 
 if __name__ == "__main__":

@@ -206,7 +206,7 @@ def started(load: Mapping[str, Any]) -> Iterator[str]:
     """Start a server in a separate process on a free port, and yield its address. It ends with the block."""
     words = [str(load["path_or_id"])] if "path_or_id" in load else []
     words += [f"--{name}={value}" for name, value in load.items() if name != "path_or_id"]
-    with _process([sys.executable, "-m", "lookahead", "serve", *words], "/health") as address:
+    with running([sys.executable, "-m", "lookahead", "serve", *words], "/health") as address:
         yield address
 
 
@@ -221,12 +221,17 @@ def started_llamacpp(file: str, threads: int, programs: Path | None, clients: in
     size = CONTEXT * clients
     words = [str(program), "--model", file, "--threads", str(threads), "--threads-batch", str(threads)]
     words += ["--parallel", str(clients), "--ctx-size", str(size), "--no-webui"]
-    with _process(words, "/health") as address:
+    with running(words, "/health") as address:
         yield address
 
 
 @contextmanager
-def _process(words: list[str], path: str) -> Iterator[str]:
+def running(words: list[str], path: str) -> Iterator[str]:
+    """Start a server on a free port, and yield its address once ``path`` answers; end it afterwards.
+
+    Raises:
+        SettingsError: it ended before.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}"

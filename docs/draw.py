@@ -349,7 +349,9 @@ METHODS = {
     "prompt-lookup": ("prompt lookup", "提示词查找"),
     "plain": ("plain decoding", "普通解码"),
     "lookahead:15,5,15": ("lookahead (15,5,15)", "前瞻解码 (15,5,15)"),
-    "llamacpp-greedy": ("llama.cpp", "llama.cpp"),
+    "llamacpp-server": ("llama.cpp", "llama.cpp"),
+    "llamacpp-server:drafts": ("llama.cpp, n-gram drafts", "llama.cpp，n-gram 草稿"),
+    "llamacpp-greedy": ("llama.cpp, from Python", "llama.cpp，Python"),
     "llamacpp-lookup": ("llama.cpp, prompt lookup", "llama.cpp，提示词查找"),
     "openvino-greedy": ("OpenVINO GenAI", "OpenVINO GenAI"),
     "openvino-lookup": ("OpenVINO, prompt lookup", "OpenVINO，提示词查找"),
@@ -369,7 +371,8 @@ def draw_speeds(chinese: bool = False) -> str:
     sets = len({line["workload"] for line in facts["figures"]})
     speeds: dict[str, float] = {}
     for method, each in seconds.items():
-        name = method if method in METHODS else method.partition(":")[0]
+        head, *rest = method.split(":")
+        name = method if method in METHODS else head + (":drafts" if len(rest) == 2 else "")
         if name in METHODS and len(each) == sets:
             speeds[name] = max(speeds.get(name, 0.0), sets / sum(each))
     title = f"每秒 token 数（{sets} 个数据集）" if chinese else f"Tokens per second over {sets} data sets"

@@ -560,6 +560,20 @@ def test_fields_that_are_right_to_ignore(served):
     assert answer["choices"][0]["message"]["content"] == chat(served)["choices"][0]["message"]["content"]
 
 
+def test_the_chat_template_gets_the_reasoning_effort(served, monkeypatch):
+    template = served.llm.tokenizer.chat_template
+    shown = "effort: {{ reasoning_effort or 'default' }}, tools: {{ (tools or []) | length }}\n"
+    monkeypatch.setattr(served.llm.tokenizer, "chat_template", shown + template)
+    for given, heading in (
+        ({}, "effort: default, tools: 0"),
+        ({"reasoning_effort": "low"}, "effort: low, tools: 0"),
+        ({"reasoning_effort": "high", "tools": [TOOL]}, "effort: high, tools: 1"),
+    ):
+        answer = chat(served, max_tokens=2, **given)
+        prompt = f"{heading}\nuser: hello\nassistant:"
+        assert answer["usage"]["prompt_tokens"] == len(served.llm.encode(prompt))
+
+
 def test_a_prompt_over_the_servers_limit_is_told_that_limit(llm):
     with serving(llm, max_model_len=64) as served:
         message = post(served, status=400, prompt="x " * 3000)["error"]["message"]

@@ -288,7 +288,7 @@ class ChatRequest(Generating):
         description="Whether the model calls a function; required and a named function need the extra [grammar].",
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description="Accepted; has no effect on models without a setting for it."
+        None, description="Passed to the chat template; has no effect if the template does not use it."
     )
     parallel_tool_calls: bool | None = Field(None, description="false allows at most one call.")
 

@@ -1,0 +1,113 @@
+"""llama.cpp's own server as a method of the benchmark; a native build is faster than the package llama-cpp-python.
+
+    llamacpp-server                plain decoding of the GGUF file that the model was read from
+    llamacpp-server:FILE           another file
+    llamacpp-server:FILE:MODE      with drafts: a value of --spec-type without a draft model, such as ngram-mod
+
+The environment variable LLAMACPP_BIN names the folder of llama.cpp's programs. One server for each method runs until
+the process ends. Tokens, passes and seconds are those that the server reports, so HTTP costs it nothing. It reports
+totals, so the passes of a completion are given equal shares.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from lookahead.bench.methods import Method, ModelUnderTest, Outcome, RunOptions
+from lookahead.core import SettingsError
+
+from .gguf_peer import MissingPackage, outcome_of
+from .serve import running
+
+LLAMA_SERVER = "llamacpp-server"
+#: Tokens of context.
+CONTEXT = 4096
+_open = ExitStack()
+atexit.register(_open.close)
+
+
+def shares(total: int, parts: int) -> list[int]:
+    """Whole numbers that differ by at most one and add up to a total.
+
+    >>> shares(7, 3)
+    [2, 2, 3]
+    """
+    ends = [total * (part + 1) // parts for part in range(parts)]
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+class LlamaServer(Method):
+    """Greedy decoding by llama-server.
+
+    Args:
+        given: FILE or FILE:MODE; an empty file stands for the model's own.
+        model: the model under test.
+
+    Raises:
+        MissingPackage: LLAMACPP_BIN does not name a folder with llama-server.
+        SettingsError: the file is missing.
+    """
+
+    of_another_library = True
+
+    def __init__(self, given: str, model: ModelUnderTest) -> None:
+        folder = os.environ.get("LLAMACPP_BIN", "")
+        program = Path(folder) / "llama-server"
+        if not folder or not program.is_file():
+            raise MissingPackage(
+                f"{LLAMA_SERVER} needs llama.cpp's programs; set LLAMACPP_BIN to the folder that has llama-server"
+            )
+        name, _, self.mode = given.partition(":")
+        file = name or model.gguf
+        if file is None or not Path(file).is_file():
+            raise SettingsError(
+                f"{LLAMA_SERVER} needs a GGUF file, got {file or model.name}; give it as {LLAMA_SERVER}:FILE"
+            )
+        self.file = Path(file)
+        self.label = ":".join([LLAMA_SERVER, self.file.name, *([self.mode] if self.mode else [])])
+        said = subprocess.run([program, "--version"], capture_output=True, text=True).stderr
+        version = next((line for line in said.splitlines() if line.startswith("version")), "version unknown")
+        self.settings = {"llama.cpp": version.removeprefix("version: ")}
+        threads = torch.get_num_threads()
+        self._words = [str(program), "--model", file, "--threads", str(threads), "--ctx-size", str(CONTEXT)]
+        self._words += ["--parallel", "1", "--no-webui", *(["--spec-type", self.mode] if self.mode else [])]
+        self._client: httpx.Client | None = None
+
+    def comparable(self, options: RunOptions) -> bool:
+        """Never, because llama.cpp rounds differently."""
+        return False
+
+    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
+        if options.temperature:
+            raise SettingsError(f"{self.label} is greedy, got temperature {options.temperature:g}")
+        if self._client is None:
+            address = _open.enter_context(running(self._words, "/health"))
+            self._client = _open.enter_context(httpx.Client(base_url=address, timeout=600))
+        body = {"prompt": list(prompt), "n_predict": options.max_new_tokens, "temperature": 0}
+        body |= {"cache_prompt": False, "return_tokens": True}
+        answer: dict[str, Any] = self._client.post("/completion", json=body).raise_for_status().json()
+        return outcome_of_answer(answer, len(prompt), min(model.eos, default=0))
+
+
+def outcome_of_answer(answer: dict[str, Any], prompt_tokens: int, eos: int) -> Outcome:
+    """The cost that llama-server reports. The first token comes from the prefill."""
+    timings = answer["timings"]
+    count = int(timings["predicted_n"])
+    tokens = [*answer["tokens"], *[eos] * (count - len(answer["tokens"]))]  # it returns no end token
+    steps = count - 1 - int(timings.get("draft_n_accepted", 0))
+    rows = shares(steps + int(timings.get("draft_n", 0)), steps)
+    sizes = [1, *shares(count - 1, steps)]
+    prefill = timings["prompt_ms"] / 1e3
+    each = timings["predicted_ms"] / 1e3 / max(1, steps)
+    times = [0.0, *accumulate([each] * steps, initial=prefill)]
+    return outcome_of(prompt_tokens, tokens, rows, sizes, times)
