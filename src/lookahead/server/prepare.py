@@ -121,23 +121,36 @@ class Preparer:
             raise SettingsError("tool_choice: a required tool and a response_format are mutually exclusive")
         requests = self._requests(
             body,
-            [self.chat_tokens(messages_of(body.messages), offered(body))],
+            [self.chat_tokens(messages_of(body.messages), offered(body), body.reasoning_effort)],
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             schema=schema or call,
         )
         return ChatAnswer(body, self.name, requests, self.llm.tokenizer, self._fingerprint())
 
-    def chat_tokens(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
-        """The token ids of a chat, with the tools described in it."""
+    def chat_tokens(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], effort: str | None = None
+    ) -> list[int]:
+        """The token ids of a chat, with the tools described in it.
+
+        Args:
+            messages: the conversation so far.
+            tools: the tools that may be called.
+            effort: ``reasoning_effort`` for the chat template; None for the template's own default.
+        """
         tokenizer = self.llm.tokenizer
-        template = getattr(tokenizer, "chat_template", None) or ""
-        messages = with_tools(messages, tools, str(template))
-        if not tools or "tools" not in template:
+        template = str(getattr(tokenizer, "chat_template", None) or "")
+        messages = with_tools(messages, tools, template)
+        variables: dict[str, Any] = {}
+        if tools and "tools" in template:
+            variables["tools"] = tools
+        if effort is not None and "reasoning_effort" in template:
+            variables["reasoning_effort"] = effort
+        if not variables:
             return self.encode(messages, "messages")
         try:
             chat = tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, return_dict=False
+                messages, add_generation_prompt=True, return_dict=False, **variables
             )
         except Exception as error:  # templates raise errors of many types
             raise SettingsError(f"messages: the chat template rejects them: {error}") from None
