@@ -4,7 +4,8 @@
     python -m benchmarks.serve --url http://127.0.0.1:8000        measures a running server
     python -m benchmarks.serve --against llamacpp:FILE --bin DIR  alongside llama.cpp's own server on a GGUF file
 
-Methods alternate round by round. Decoding is greedy, and every completion of ours is compared with plain decoding's.
+All methods have the same number of rounds, and their order alternates. Decoding is greedy, and every completion of
+ours is compared with plain decoding's.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
@@ -38,8 +40,6 @@ from lookahead.records import finite
 
 from .datasets import load_workload
 
-#: A server that is not ours.
-OTHER = "other"
 #: Tokens of a slot of llama.cpp's server: the prompts have at most some hundred tokens.
 CONTEXT = 1024
 #: Minimum requests of a round, so that a round of one client lasts some seconds.
@@ -59,6 +59,7 @@ class Round:
         served: the model's name and dtype, as the server reports them.
         uncounted: answers for which the server did not report the number of tokens.
         load: the largest load average of the machine.
+        ours: whether it is a method of our server.
     """
 
     method: str
@@ -71,6 +72,7 @@ class Round:
     served: tuple[str, str] = ("", "")
     uncounted: list[str] = field(default_factory=list)
     load: float = 0.0
+    ours: bool = True
 
     @property
     def throughput(self) -> float:
@@ -92,6 +94,21 @@ class Round:
         }
 
 
+@dataclass(frozen=True)
+class Other:
+    """A server that is not ours.
+
+    Attributes:
+        name: its name in the table.
+        about: its description on the page.
+        start: starts it for a number of clients, and gives its address.
+    """
+
+    name: str
+    about: str
+    start: Callable[[int], AbstractContextManager[str]]
+
+
 def measure(
     methods: Mapping[str, str],
     prompts: Sequence[str],
@@ -101,14 +118,18 @@ def measure(
     repeats: int,
     api_key: str | None = None,
     show: Callable[[Round], None] = lambda measured: None,
+    other: Other | None = None,
 ) -> list[Round]:
     """Rounds of all methods at all numbers of clients, interleaved; greedy, so that completions can be compared.
 
+    The order of the methods is reversed in every second round.
+
     Args:
-        methods: the address of the server for each method; ``PLAIN`` must be among them.
+        methods: the address of our server for each method; ``PLAIN`` must be among them.
         requests: requests of a round per client, at least ``FEWEST`` in all. They wait in one queue for the next
             free client, because with a fixed number for each client, only the slowest client would run at the end.
         show: called with every round when it ends.
+        other: another server, started anew for each number of clients.
 
     Raises:
         SettingsError: no server listens at an address.
@@ -116,24 +137,28 @@ def measure(
     """
     rounds: dict[tuple[str, int], Round] = {}
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    for method, url in {url: (method, url) for method, url in methods.items()}.values():
-        # The first request of each server is slow.
-        asyncio.run(_round(Round(method, 1), url, headers, prompts[:1], max_tokens, 1))
-    for repeat in range(repeats):
-        for count in clients:
-            for method, url in methods.items():
-                if method == OTHER and repeat:  # a server that takes one request at a time is slow for many
-                    continue
-                measured = rounds.setdefault((method, count), Round(method, count))
-                total = max(FEWEST, requests * count)
-                asyncio.run(_round(measured, url, headers, prompts, max_tokens, total))
-                if measured.uncounted:  # the vocabulary is the same, so our server can count
-                    measured.tokens += _count(measured.uncounted, methods[PLAIN], headers)
-                    measured.uncounted.clear()
-                show(measured)
+    warm = partial(_round, headers=headers, prompts=prompts[:1], max_tokens=max_tokens, requests=1)
+    for url in dict.fromkeys(methods.values()):  # the first request of each server is slow
+        asyncio.run(warm(Round(PLAIN, 1), url))
+    for count in clients:
+        with other.start(count) if other is not None else nullcontext("") as address:
+            urls = dict(methods)
+            if other is not None:
+                urls[other.name] = address
+                asyncio.run(warm(Round(other.name, 1, ours=False), address))
+            for repeat in range(repeats):
+                for method in list(urls)[:: -1 if repeat % 2 else 1]:
+                    new = Round(method, count, ours=method in methods)
+                    measured = rounds.setdefault((method, count), new)
+                    total = max(FEWEST, requests * count)
+                    asyncio.run(_round(measured, urls[method], headers, prompts, max_tokens, total))
+                    if measured.uncounted:  # the vocabulary is the same, so our server can count
+                        measured.tokens += _count(measured.uncounted, methods[PLAIN], headers)
+                        measured.uncounted.clear()
+                    show(measured)
     for (method, count), measured in rounds.items():
         for prompt, text in rounds[PLAIN, count].texts.items():
-            if method != OTHER and measured.texts[prompt] != text:
+            if measured.ours and measured.texts[prompt] != text:
                 raise LookaheadError(f"{method} and plain decoding differ in the text after {prompt[:60]!r}")
     return list(rounds.values())
 
@@ -168,7 +193,7 @@ async def _round(
 async def _ask(measured: Round, http: httpx.AsyncClient, prompt: str, max_tokens: int) -> None:
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
-    if measured.method != OTHER:
+    if measured.ours:
         body["lookahead"] = {"drafter": measured.method}
     begin = perf_counter()
     first = 0.0
@@ -277,12 +302,12 @@ def _equal(texts: dict[str, str], plain: dict[str, str]) -> str:
     return f"{sum(texts[prompt] == text for prompt, text in plain.items())} of {len(plain)}"
 
 
-def write_page(rounds: Sequence[Round], against: str | None, threads: int, out: Path, command: str) -> None:
+def write_page(rounds: Sequence[Round], other: Other | None, threads: int, out: Path, command: str) -> None:
     """Write the page ``serve.md`` and its figures as ``serve.json``.
 
     Args:
         rounds: the measurements.
-        against: description of the server measured as "other"; None if there is none.
+        other: the server measured alongside; None if there is none.
         threads: number of threads of the server.
         out: folder of the page.
         command: the command line.
@@ -295,8 +320,9 @@ def write_page(rounds: Sequence[Round], against: str | None, threads: int, out: 
     notes = [
         f"{where}.",
         "Greedy. All texts of our methods equal plain decoding's; otherwise nothing is reported. Times are medians "
-        "over requests, tokens/s is the total of all clients.",
-        f"other: {against}; it rounds differently, so its texts may differ." if against else "",
+        "over requests, tokens/s is the total of all clients. All methods have the same number of rounds, and their "
+        "order alternates.",
+        f"{other.name}: {other.about}; it rounds differently, so its texts may differ." if other else "",
         busy,
     ]
     text = "\n\n".join(["# The server under load", f"`{command}`", *filter(None, notes), table(rounds)])
@@ -324,7 +350,7 @@ def parser() -> argparse.ArgumentParser:
     add("--clients", default="1,4,16,64", help="numbers of simultaneous clients, separated by commas")
     add("--method", default="adaptive", help="methods in addition to plain, separated by commas")
     add("--requests", type=int, default=3, help=f"requests per client and round; at least {FEWEST} in all")
-    add("--repeats", type=int, default=3, help="number of rounds; methods alternate")
+    add("--repeats", type=int, default=3, help="rounds of every method; their order alternates")
     add("--workload", default="stdlib", help="a data set, stdlib, or a JSON-lines file")
     add("--data", type=Path, help="folder of data sets")
     add("--max-new-tokens", type=int, default=64, help="maximum new tokens per answer")
@@ -338,20 +364,18 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     given = parser().parse_args(words)
     try:
-        rounds, against, threads = _measure(given)
+        rounds, other, threads = _measure(given)
     except LookaheadError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
     print(table(rounds))
     if given.out is not None:
-        write_page(
-            rounds, against, threads, given.out, command_line(list(words), "python -m benchmarks.serve")
-        )
+        write_page(rounds, other, threads, given.out, command_line(list(words), "python -m benchmarks.serve"))
     return 0
 
 
-def _measure(given: argparse.Namespace) -> tuple[list[Round], str | None, int]:
-    """(rounds, description of the other server, threads of the server)."""
+def _measure(given: argparse.Namespace) -> tuple[list[Round], Other | None, int]:
+    """(rounds, the other server, threads of the server)."""
     prompts = [prompt.turns[0] for prompt in load_workload(given.workload, 32, data=given.data)]
     methods = [PLAIN, *(name.strip() for name in given.method.split(","))]
     kind, _, file = (given.against or "").partition(":")
@@ -362,14 +386,14 @@ def _measure(given: argparse.Namespace) -> tuple[list[Round], str | None, int]:
     with ExitStack() as servers:
         started_here = {name: value for name, value in load.items() if value is not None}
         address = given.url or servers.enter_context(started(started_here))
-        other = given.against
-        against = given.against
+        other = None
         if kind == "llamacpp":
-            slots = max(numbers(given.clients, "--clients"))
-            other = servers.enter_context(started_llamacpp(file, threads, given.bin, slots))
-            against = f"llama.cpp's own server on {Path(file).name}, with {slots} slots"
+            start = partial(started_llamacpp, file, threads, given.bin)
+            other = Other("llama.cpp's server", f"on {Path(file).name}, with as many slots as clients", start)
+        elif given.against:
+            other = Other("other", given.against, lambda clients: nullcontext(given.against))
         rounds = measure(
-            {name: address for name in methods} | ({OTHER: other} if other else {}),
+            {name: address for name in methods},
             prompts,
             numbers(given.clients, "--clients"),
             given.max_new_tokens,
@@ -377,8 +401,9 @@ def _measure(given: argparse.Namespace) -> tuple[list[Round], str | None, int]:
             given.repeats,
             given.api_key,
             lambda x: print(f"{x.clients} clients, {x.method}: {x.throughput:.1f} tokens/s", file=sys.stderr),
+            other,
         )
-    return rounds, against, threads
+    return rounds, other, threads
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def test_the_page_of_a_load_test(served, tmp_path, capsys):
     assert len(facts["figures"]) == 6
     counted = {(one["method"], one["clients"]): one["tokens"] for one in facts["figures"]}
     tokens = len(served.llm.encode("def add(a, b)"))
-    assert counted["other", 3] == 12 * tokens, "texts without usage are counted by our tokenizer"
+    assert counted["other", 3] == 2 * 12 * tokens, "texts without usage are counted by our tokenizer"
     assert counted["plain", 3] == 2 * 12 * 8
 
 
@@ -78,6 +78,32 @@ def test_texts_that_differ_are_no_result(served, accept_a_wrong_node):
     methods = {load_test.PLAIN: served.url, "lookahead": served.url}
     with pytest.raises(LookaheadError, match="lookahead and plain decoding differ"):
         load_test.measure(methods, ["def add(a, b):\n    return a + b\ndef add(a"], [1], 60, 1, 1)
+
+
+def test_the_other_server_has_the_same_rounds_and_is_started_for_each_number_of_clients(monkeypatch):
+    began, order = [], []
+
+    @contextmanager
+    def start(clients):
+        began.append(clients)
+        yield f"slots {clients}"
+
+    async def measured(round, url, headers, prompts, max_tokens, requests):
+        if requests > 1:
+            order.append((round.clients, round.method, url))
+        round.seconds, round.texts = 1.0, {"prompt": round.method if not round.ours else "text"}
+
+    monkeypatch.setattr(load_test, "_round", measured)
+    other = load_test.Other("theirs", "", start)
+    load_test.measure({"plain": "ours", "adaptive": "ours"}, ["prompt"], [1, 4], 8, 1, 3, other=other)
+    assert began == [1, 4]
+    for clients in (1, 4):
+        once = [
+            (clients, "plain", "ours"),
+            (clients, "adaptive", "ours"),
+            (clients, "theirs", f"slots {clients}"),
+        ]
+        assert [each for each in order if each[0] == clients] == once + once[::-1] + once
 
 
 @pytest.mark.parametrize("folder", [None, "empty"])
