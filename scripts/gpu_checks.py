@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -635,12 +636,22 @@ class Tally:
 
 
 def load_llm(machine: Machine) -> Any:
-    """Load the model on the device."""
+    """Load the model on the device.
+
+    Raises:
+        SystemExit: the default model is missing. ``load`` would read the bundled one, which writes nonsense.
+    """
     import lookahead
+    from lookahead.checkpoints import GET_DEFAULT
 
     path = "tiny" if machine.tiny else machine.model
     dtype = "float32" if machine.tiny else machine.model_dtype
-    return lookahead.load(path, dtype=dtype, device=str(machine.device), local_files_only=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "loading the bundled tiny model", UserWarning)
+        try:
+            return lookahead.load(path, dtype=dtype, device=str(machine.device), local_files_only=True)
+        except UserWarning:
+            raise SystemExit(f"the default model must be installed; {GET_DEFAULT}") from None
 
 
 def encoded_prompts(machine: Machine, llm: Any) -> list[list[int]]:
@@ -687,22 +698,19 @@ def compare_methods(
 
     prompts = encoded_prompts(machine, llm)
     options = RunOptions(16 if machine.tiny else 128)
-    under_test = {}
+    models: dict[str, ModelUnderTest] = {}
     methods = {}
     for attention, name in names:
-        model = (
-            ModelUnderTest.of(llm, "transformers") if attention == "transformers" else ModelUnderTest.of(llm)
-        )
-        if attention in targets:
-            model.target = targets[attention]
-        (method,) = make_methods(name, model, False)
-        under_test[attention, name] = model
-        methods[attention, name] = method
+        if attention not in models:
+            models[attention] = ModelUnderTest.of(llm, "transformers")
+            if attention in targets:
+                models[attention].target = targets[attention]
+        (methods[attention, name],) = make_methods(name, models[attention], False)
 
     # A first run compiles, captures, and measures the cost curve.
     for key, method in list(methods.items()):
         try:
-            method.decode(under_test[key], prompts[0], RunOptions(min(32, options.max_new_tokens)))
+            method.decode(models[key[0]], prompts[0], RunOptions(min(32, options.max_new_tokens)))
         except Exception as error:
             first = (str(error).splitlines() or [""])[0][:100]
             table(" ".join(key), f"{type(error).__name__}: {first}", "", False)
@@ -716,7 +724,7 @@ def compare_methods(
                 return
             plain: dict[str, Sequence[int]] = {}
             for key, method in methods.items():
-                outcome = method.decode(under_test[key], prompt, options)
+                outcome = method.decode(models[key[0]], prompt, options)
                 reference = plain.setdefault(key[0], outcome.tokens)
                 if key[0] == "transformers":  # compare with our plain decoding
                     reference = next(iter(plain.values()))

