@@ -196,10 +196,9 @@ def main() -> None:
                         drafter = Watched(Adaptive(rows=64), levels[str(temperature)])
                     engine = Engine(lambda: target, admit=admit)
                     start = perf_counter()
+                    choose = make_choose(prompt, None, noise)
                     sequence = engine.add(
-                        Request(
-                            prompt, drafter, args.new_tokens, make_choose(prompt, None, noise), noise=noise
-                        )
+                        Request(prompt, drafter, args.new_tokens, choose, eos=llm.eos, noise=noise)
                     )
                     steps = []
                     while engine.busy:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import lookahead
-from lookahead.core import Drafter, DraftState, Engine, Request, Start
+from lookahead.core import Drafter, DraftState, Request, Start
 from lookahead.drafters import Lookahead, NGramPool, Plain
 
 from .paper.variants import VariantDrafter
@@ -84,7 +84,7 @@ def measure(
     ]
 
     def decode(drafter: Drafter, prompt: list[int]) -> tuple[list[int], int, int]:
-        engine = Engine(llm.target)
+        engine = llm.engine()
         sequence = engine.add(Request(prompt, drafter, new_tokens, eos=llm.eos))
         while engine.busy:
             engine.step()

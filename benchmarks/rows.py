@@ -5,8 +5,8 @@
 
 All methods decode each prompt, in alternating order, and plain decoding twice, because its second run shows the
 noise. Time is wall-clock time after the prefill; the fastest of ``--rounds`` counts. Prompts that the priors were
-fitted to are excluded. Sequences in ``--records`` at this commit are not measured again, so the same command
-continues after an interrupt.
+fitted to are excluded. Sequences in ``--records`` of this commit and these settings are not measured again, so the
+same command continues after an interrupt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,18 @@ import fit_priors
 WORKLOADS = ("humaneval", "gsm8k", "mbpp", "classeval", "mt-bench", "spec-bench")
 FIXED = (2, 3, 4, 6, 8)
 #: Fields that identify a sequence in the records.
-KEYS = ("commit", "model", "dtype", "workload", "prompt", "temperature")
+KEYS = (
+    "commit",
+    "model",
+    "dtype",
+    "workload",
+    "prompt",
+    "temperature",
+    "new_tokens",
+    "longest",
+    "rounds",
+    "fixed",
+)
 #: A sequence is slow if its speed is less than this share of plain decoding's.
 SLOW = 0.95
 
@@ -60,9 +71,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     methods: dict[str, Drafter] = {"plain": Plain(), "adaptive": Adaptive()}
     methods |= {f"{rows} rows": Adaptive(rows=rows) for rows in args.fixed} | {"again": Plain()}
     about = {**environment(), "model": llm.name, "path": llm.path, "dtype": llm.dtype}
+    about |= {"new_tokens": args.new_tokens, "longest": args.longest, "rounds": args.rounds}
+    about["fixed"] = ",".join(map(str, args.fixed))
     fitted = set(fit_priors.prompts(args.data, 60))
     lines = []
-    done = {tuple(line[key] for key in KEYS): line for line in read_records(args.records, "seconds", "rows")}
+    records = read_records(args.records, "seconds", "rows")
+    done = {tuple(line.get(key) for key in KEYS): line for line in records}
 
     # Measure the others, each with all methods in alternating order.
     require_quiet()

@@ -5,18 +5,22 @@
 
 ``--text`` is the default model's own output (saved by ``lookahead learn``), for the datastore of REST. All methods
 are drafters in this library's decoding loop and decode the same prompts greedily. A completion that differs from
-plain decoding ends the run. Results in ``--records`` at this commit are not measured again.
+plain decoding ends the run. Results in ``--records`` of this commit, these settings and weights are not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import sysconfig
 from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 import lookahead
 from lookahead.bench.record import environment, require_one_origin
@@ -25,6 +29,7 @@ from lookahead.core import Drafter, Stats
 from lookahead.drafters import Adaptive, Lookahead, Plain, PromptLookup
 from lookahead.learning.self_text import Folder
 from lookahead.records import RecordWriter, read_records
+from lookahead.targets.light_head import find_head
 
 from .datasets import load_workload
 from .drafters.eagle import Eagle, EagleDrafter
@@ -36,32 +41,26 @@ from .page import write_page
 OPEN = ("writing", "roleplay", "humanities", "stem")
 #: The paper's window, n-gram and candidates for a number of rows, (W + G)(N - 1).
 PAPER = {4: (1, 3, 1), 8: (2, 3, 2), 16: (4, 3, 4), 64: (8, 5, 8)}
-KEYS = ("commit", "model", "dtype", "prompts", "workload", "method", "rows")
-#: Method -> (name, what it reads, training on two shared cores of a busy machine, S on Spec-Bench as published for
-#: Vicuna-7B).
+#: Fields that identify a result in the records; a page may be written at a later commit, and without the files.
+KEYS = ("model", "dtype", "prompts", "new_tokens", "workload", "method", "rows")
+MEASURED_KEYS = (*KEYS, "commit", "weights")
+#: Method -> (name, what it reads, S on Spec-Bench as published for Vicuna-7B).
 ABOUT = {
-    "adaptive": ("adaptive, the default", "the text, base table", "none", "-"),
-    "adaptive with head": (
-        "adaptive, `head=auto`",
-        "the text, base table, light head (3.0M numbers)",
-        "501,085 tokens four times, 1,777 s",
-        "-",
-    ),
-    "static tree": ("static tree, SpecInfer's form", "the same light head alone", "the same", "not listed"),
-    "eagle": ("EAGLE-style layer", "one decoder layer (3.8M)", "0.65 epochs, 432 s", "EAGLE-2 4.34"),
-    "medusa": ("Medusa-1", "three heads (15.2M)", "501,085 tokens once, 551 s", "2.31"),
-    "rest": ("REST", "datastore: own text, Python's standard library", "none", "1.82"),
-    "prompt lookup": ("prompt lookup", "the text", "none", "1.75"),
-    "lookahead": ("the paper's lookahead", "its window and n-grams", "none", "1.64"),
+    "adaptive": ("adaptive, the default", "the text, base table", "-"),
+    "adaptive with head": ("adaptive, `head=auto`", "the text, base table, light head (3.0M numbers)", "-"),
+    "static tree": ("static tree, SpecInfer's form", "the same light head alone", "not listed"),
+    "eagle": ("EAGLE-style layer", "one decoder layer (3.8M)", "EAGLE-2 4.34"),
+    "medusa": ("Medusa-1", "three heads (15.2M)", "2.31"),
+    "rest": ("REST", "datastore: own text, Python's standard library", "1.82"),
+    "prompt lookup": ("prompt lookup", "the text", "1.75"),
+    "lookahead": ("the paper's lookahead", "its window and n-grams", "1.64"),
 }
 #: Why the published figures differ from this page's.
 DIFFERENCES = (
     "The published figures are of Vicuna-7B on all of Spec-Bench, where much text is copied from the prompt "
     "(summaries, retrieval), with about 64 rows for trees. Those heads saw some 60,000 conversations and guess "
-    "the whole vocabulary; ours saw half a million tokens of SmolLM2's own text and guess 8,192 tokens. The "
-    "EAGLE-style layer saw less than the others, and its loss was still falling, as that of Medusa's heads was: "
-    "longer training would raise both. The static tree shows what the same light head gives without the "
-    "calibrated tree and the other sources.",
+    "the whole vocabulary; ours saw the model's own text only and guess the tokens of a shortlist. The static "
+    "tree shows what the same light head gives without the calibrated tree and the other sources.",
     "Not measured: a draft model with transformers' assisted generation. SmolLM2-135M has no smaller sibling; "
     "`benchmarks.side_by_side` has `hf-assisted:PATH` for models that have one.",
 )
@@ -82,11 +81,33 @@ def datastore(llm: Any, text: Path) -> Datastore:
     return Datastore([*own, *code])
 
 
+def weights_of(file: Path | None) -> dict[str, str]:
+    """A digest of a method's weights, and what their file says about the training; empty without a file."""
+    if file is None or not file.is_file():
+        return {"weights": "", "training": ""}
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    with safe_open(file, "numpy") as opened:
+        about = json.loads((opened.metadata() or {}).get("about", "{}"))
+    training = ""
+    if about:
+        training = (
+            f"{about['tokens']:,} tokens, {about['settings']['epochs']:g} epochs, {about['seconds']:,} s"
+        )
+    return {"weights": digest, "training": training}
+
+
 class Measurement:
-    """The model, and the files of the methods, which are loaded on first use."""
+    """The model, and the files of the methods, which are loaded on first use.
+
+    Attributes:
+        weights: method -> digest and training of its weights.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.llm = lookahead.load(args.model)
+        head = find_head(self.llm.model)
+        files = {"adaptive with head": head, "static tree": head, "eagle": args.eagle, "medusa": args.medusa}
+        self.weights = {method: weights_of(files.get(method)) for method in args.methods}
         self.heads = cache(lambda: Medusa.load(args.medusa))
         self.eagle = cache(lambda: Eagle.load(args.eagle, self.llm.model))
         self.datastore = cache(lambda: datastore(self.llm, args.text))
@@ -123,8 +144,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One record for each method, number of rows and workload."""
     measurement = Measurement(args)
     about = {**environment(), "model": measurement.llm.name, "dtype": measurement.llm.dtype}
-    keys = KEYS[1:] if args.page_only else KEYS  # a page may be written at a later commit
-    known = {tuple(line[key] for key in keys): line for line in read_records(args.records, "s", "method")}
+    about["new_tokens"] = args.new_tokens
+    keys = KEYS if args.page_only else MEASURED_KEYS
+    records = read_records(args.records, "s", "method")
+    known = {tuple(line.get(key) for key in keys): line for line in records}
     prompts = prompts_of(args.data, args.prompts)
     plain = dict[str, Any]()
     for workload, some in prompts.items() if not args.page_only else ():
@@ -132,6 +155,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     lines = []
     for rows, workload, method in product(args.rows, prompts, args.methods):
         line = {**about, "prompts": args.prompts, "workload": workload, "method": method, "rows": rows}
+        line |= measurement.weights[method]
         done = known.get(tuple(line[key] for key in keys))
         if done is not None or args.page_only:
             lines += [done] if done is not None else []
@@ -162,6 +186,11 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     """A description of the methods, and the tables of S."""
     by = {(line["workload"], line["method"], line["rows"]): line for line in lines}
+    trained = {line["method"]: line.get("training") for line in lines}
+    methods = []
+    for method in args.methods:
+        name, reads, published = ABOUT[method]
+        methods.append([name, reads, trained.get(method) or "-", published])
     heads = ["method", "reads", "training", "published S"]
     shapes = ", ".join(str(PAPER[rows]) for rows in args.rows)
     text = [
@@ -171,7 +200,7 @@ def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
         f"lookahead has (W, N, G) = {shapes}. The records have the time of drafting too, which needs a quiet "
         "machine and is not shown.",
         "",
-        markdown_table(heads, [list(ABOUT[method]) for method in args.methods], texts=4),
+        markdown_table(heads, methods, texts=4),
         "",
     ]
     for workload, title in (("prose", "Open questions"), ("code", "Code")):

@@ -1,16 +1,26 @@
 """Drafters used only for comparison (``benchmarks/drafters``): none of them changes the output."""
 
+import json
+import sys
+from argparse import Namespace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import lookahead
+from benchmarks import adaptive_run, departures, rows, trained
 from benchmarks.chain_s import variants
 from benchmarks.drafters.eagle import Eagle, EagleDrafter, EagleState, Layer
 from benchmarks.drafters.medusa import RANKS, Heads, Medusa, MedusaDrafter
 from benchmarks.drafters.rest import AHEAD, END, Datastore, Rest
 from benchmarks.drafters.static_tree import SHAPES, StaticTree
+from lookahead.bench.workloads import Prompt
+from lookahead.core import Drafter, Stats
 from lookahead.drafters import Plain
+from lookahead.engine.admission import Admission
 from lookahead.targets import light_head
 from lookahead.targets.light_head import row_readers
 from lookahead.testing import tiny_model
@@ -133,3 +143,119 @@ def test_variants_for_vllm_have_the_rows_in_their_names():
         made[name].most_rows for name in ("trees of 64 rows, with the window", "chains of up to 63 tokens")
     } == {64}
     assert {made[name].most_rows for name in ("chains of up to 5 tokens", "the same, from text alone")} == {6}
+
+
+def test_drafters_of_departures_get_what_those_of_a_user_get(llm, monkeypatch):
+    tables = []
+
+    class Watched(Drafter):
+        needs_base_table = True
+
+        def start(self, sequence):
+            tables.append(sequence.base_table)
+            return Plain().start(sequence)
+
+    monkeypatch.setattr(Admission, "_base_table", "the model's table")
+    monkeypatch.setattr(departures, "PROMPTS", [([5, 9, 14], False)])
+    departures.measure(llm, 1, 4, lambda line: None, {"watched": Watched()})
+    assert tables == ["the model's table"]
+
+
+def test_completions_of_adaptive_run_end_at_the_end_token(llm, monkeypatch, tmp_path):
+    tokens = llm.generate([5, 9, 14], drafter=Plain(), max_new_tokens=12).tokens
+    monkeypatch.setattr(type(llm), "eos", frozenset({tokens[4]}))
+    monkeypatch.setattr(lookahead, "load", lambda *given, **named: llm)
+    prompt = Prompt("0", "code", ("",), ids=(5, 9, 14))
+    monkeypatch.setattr(adaptive_run, "load_workload", lambda *given, **named: [prompt])
+    monkeypatch.setattr(adaptive_run, "draw", lambda *given: None)
+    out = tmp_path / "run.json"
+    words = ["--data", "x", "--prompts", "1", "--new-tokens", "12", "--temperatures", "0", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["adaptive_run", *words])
+    adaptive_run.main()
+    runs = json.loads(out.read_text())["runs"]
+    assert [1 + sum(run["tokens"]) for run in runs] == [1 + tokens.index(tokens[4])] * len(
+        adaptive_run.WORKLOADS
+    )
+
+
+@pytest.mark.parametrize(
+    "changed", [{"new_tokens": 9}, {"rounds": 1}, {"fixed": [2]}, {"longest": 5}, {}], ids=str
+)
+def test_sequences_measured_with_other_settings_are_measured_again(monkeypatch, tmp_path, changed):
+    decoded = []
+    result = SimpleNamespace(tokens=[1, 2], stats=SimpleNamespace(steps=1, rows=1))
+    model = SimpleNamespace(
+        name="m", path="cpu", dtype="Q4", tokenizer=None, generate=lambda *given, **named: None
+    )
+    monkeypatch.setattr(lookahead, "load", lambda *given, **named: model)
+    monkeypatch.setattr(rows, "environment", lambda: {"commit": "c"})
+    monkeypatch.setattr(rows, "require_quiet", lambda: None)
+    monkeypatch.setattr(rows.fit_priors, "prompts", lambda *given: [])
+    monkeypatch.setattr(rows, "load_workload", lambda *given, **named: [Prompt("0", "w", ("",), ids=(1, 2))])
+    monkeypatch.setattr(rows, "decode", lambda *given: decoded.append(given) or (1.0, result))
+    given = {"new_tokens": 8, "rounds": 2, "fixed": [2, 3], "longest": 9, "prompts": 1, "workloads": ["w"]}
+    given |= {
+        "model": None,
+        "dtype": "auto",
+        "data": tmp_path,
+        "temperatures": [0.0],
+        "records": tmp_path / "r",
+    }
+    rows.measure(Namespace(**given))
+    first = len(decoded)
+    rows.measure(Namespace(**given | changed))
+    assert (len(decoded) > first) == bool(changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "again"),
+    [
+        ({"new_tokens": 9}, True),
+        ({"weights": "f0"}, True),
+        ({"weights": "f0", "page_only": True}, False),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_results_of_other_weights_and_lengths_are_measured_again(monkeypatch, tmp_path, changed, again):
+    decoded = []
+    stats = Stats(new_tokens=3, steps=2, rows=4)
+    stats.seconds["forward"] = 1.0
+
+    def run(given):
+        model = SimpleNamespace(
+            llm=SimpleNamespace(name="m", dtype="Q4"),
+            weights={"medusa": {"weights": given["weights"], "training": "7 tokens"}},
+            methods={"medusa": lambda rows: rows},
+            decode=lambda *given: decoded.append(given) or [SimpleNamespace(tokens=[1], stats=stats)],
+        )
+        monkeypatch.setattr(trained, "Measurement", lambda args: model)
+        args = Namespace(**given)
+        return trained.body(trained.measure(args), args)
+
+    monkeypatch.setattr(trained, "environment", lambda: {"commit": "c"})
+    monkeypatch.setattr(trained, "prompts_of", lambda *given: {"prose": []})
+    given = {
+        "new_tokens": 8,
+        "weights": "e1",
+        "prompts": 1,
+        "rows": [4],
+        "methods": ["medusa"],
+        "page_only": False,
+    }
+    given |= {"data": tmp_path, "records": tmp_path / "r"}
+    page = run(given)
+    assert any("| three heads (15.2M) | 7 tokens |" in part for part in page)
+    decoded.clear()
+    run(given | changed)
+    assert len(decoded) == (2 if again else 0 if "page_only" in changed else 1)  # 1: plain decoding
+
+
+def test_what_a_file_of_weights_says_about_its_training(tmp_path):
+    about = {"tokens": 501_085, "seconds": 1777, "settings": {"epochs": 4}}
+    first, second = tmp_path / "first", tmp_path / "second"
+    save_file({"x": torch.zeros(1)}, first, {"about": json.dumps(about)})
+    save_file({"x": torch.ones(1)}, second)
+    assert trained.weights_of(first)["training"] == "501,085 tokens, 4 epochs, 1,777 s"
+    assert trained.weights_of(second)["training"] == trained.weights_of(None)["weights"] == ""
+    assert trained.weights_of(first)["weights"] != trained.weights_of(second)["weights"] != ""
