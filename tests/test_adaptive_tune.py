@@ -5,20 +5,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import transformers
 from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli import app
 from lookahead.core import SettingsError
 from lookahead.drafters.adaptive import cost, measure
-from lookahead.drafters.adaptive.cost import CostCurve, curve_file, load_curve, save_curve
-from lookahead.drafters.adaptive.measure import Measurement, curve_of, model_key
+from lookahead.drafters.adaptive.cost import CostCurve, curve_file, load_curve, machine, save_curve
+from lookahead.drafters.adaptive.measure import Measurement, config_key, cost_path, curve_of, model_key
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.engine.admission import Admission
-from lookahead.options import Options
+from lookahead.options import MachineOptions, Options
+from lookahead.targets.cuda_graphs import division
 from lookahead.testing import FakeTarget
 from toy import save
 
@@ -118,6 +121,88 @@ def test_tuned_costs_are_found_again_and_do_not_change(toy, monkeypatch):
     plain = lookahead.load(toy, drafter="off").generate([5, 6, 7] * 4, max_new_tokens=30)
     assert llm.generate([5, 6, 7] * 4, max_new_tokens=30).tokens == plain.tokens
     assert curve_for(llm) == kept
+
+
+def test_tuned_costs_replace_those_in_use(toy, monkeypatch):
+    monkeypatch.setattr(measure, "STEADY", float("inf"))  # this machine may be busy
+    llm = lookahead.load(toy, drafter="adaptive")
+    before = curve_for(llm)
+    llm.tune((1, 4), (8,), (), 1, lambda *point: None)
+    assert set(before.rows) == {64}
+    assert set(curve_for(llm).rows) == {8}
+
+
+class Ranks(FakeTarget):
+    """A target evaluated by two ranks."""
+
+    ranks = 2
+
+
+class WithTriton(FakeTarget):
+    attention = SimpleNamespace(backend="triton")
+
+
+@pytest.mark.parametrize("other", [Ranks, WithTriton])
+def test_targets_whose_steps_differ_in_cost_have_separate_curves(toy, monkeypatch, other):
+    """Also if they evaluate the same model on the same path."""
+    measured = []
+
+    def measure_steps(target):
+        measured.append(target)
+        result = Measurement()
+        result.seconds = {(1, 64, 1): 1.0, (1, 64, 4): 1.5 + 0.1 * len(measured)}
+        return result
+
+    monkeypatch.setattr(measure, "measure", measure_steps)
+    llm = lookahead.load(toy, drafter="adaptive")
+    request = llm.prepare([5, 6, 7], Options(max_new_tokens=2))
+    targets = FakeTarget(), other()
+    for load_again in (False, True):
+        curves = []
+        for target in targets:
+            admission = Admission(llm.model, llm.probe, lambda target=target: target)
+            curves.append(admission(request, target).cost_curve.cost(4))
+        assert curves == pytest.approx([1 + 1.25 * 0.6, 1 + 1.25 * 0.7])
+        if not load_again:
+            measure.forget_curves(llm.model)  # as in another process
+    assert measured == list(targets)
+
+
+def test_a_key_names_what_determines_the_cost():
+    def of(config, **attributes):
+        model = SimpleNamespace(config=config, dtype="bfloat16", device="cpu", **attributes)
+        return model_key(model, "transformers")
+
+    def config(**fields):
+        made = transformers.LlamaConfig(hidden_size=64)
+        for name, value in fields.items():
+            setattr(made, name, value)
+        return made
+
+    def loaded(**options):
+        return SimpleNamespace(options=MachineOptions(engine="llama.cpp", **options))
+
+    awq = [config(quantization_config={"quant_method": "awq", "bits": bits}) for bits in (4, 8)]
+    loading = [
+        config(quantization_config=transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True}))
+        for bits in (4, 8)
+    ]
+    options = [{}, {"flash_attn": "off"}, {"cache_type_k": "q8_0"}, {"cache_type_v": "q8_0"}]
+    keys = [of(each) for each in (config(), *awq, *loading)]
+    keys += [of(config(max_position_embeddings=9), loaded=loaded(**each)) for each in options]
+    assert len(set(keys)) == len(keys)
+    assert "quantization_config" not in config_key(config())
+    assert cost_path(FakeTarget()) == FakeTarget.path
+
+
+def test_a_machine_has_all_of_its_gpus(monkeypatch):
+    """A model may be on any of them."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: ("small", "large")[index])
+    assert machine().endswith("threads, small, large")
 
 
 def test_without_tuning_the_engine_measures_once(toy, monkeypatch):

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -614,6 +615,24 @@ def test_tensor_parallelism_is_refused_by_name(tmp_path):
     for what, text, _ in launch(2, split_by_tensors, str(tmp_path)):
         assert what == "SettingsError", text
         assert "split over 2 ranks by tensor parallelism" in text
+
+
+class Captured(FakeTarget):
+    captures = True
+    attention = SimpleNamespace(backend="triton")
+    model = SimpleNamespace(device="cuda:0")
+
+
+@pytest.mark.parametrize("inner", [FakeTarget, Captured])
+def test_a_step_s_cost_depends_on_the_ranks_and_on_their_targets(inner):
+    from lookahead.drafters.adaptive.measure import cost_path
+
+    size = SimpleNamespace(size=2)
+    group = SimpleNamespace(register=lambda target: 1, make_target=inner, connections=size)
+    target = ParallelTarget(group)
+    assert cost_path(target) == f"{cost_path(inner())}, 2 ranks"
+    assert target.captures == (inner is Captured)
+    assert target.model is getattr(inner, "model", None)
 
 
 def test_the_timeout_is_the_users():

@@ -430,11 +430,15 @@ class LLM:
             OSError: the cache folder cannot be written.
         """
         from .drafters.adaptive.cost import save_curve
-        from .drafters.adaptive.measure import measure, model_key
+        from .drafters.adaptive.measure import cost_path, forget_curves, measure, model_key
 
         target = self.target()
         measured = measure(target, rows, contexts, batches, repeats, inf, progress)
-        return save_curve(model_key(self.model, target.path), measured.curve()) if measured.steady else None
+        if not measured.steady:
+            return None
+        file = save_curve(model_key(self.model, cost_path(target)), measured.curve())
+        forget_curves(self.model)
+        return file
 
     def prepare(self, prompt: Prompt, options: Options, seed: int | None = None) -> Request:
         """The request for one prompt, for ``engine.add``.

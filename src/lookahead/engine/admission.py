@@ -55,9 +55,9 @@ class Admission:
         if self._probed.mode == "plain":
             request = replace(request, drafter=Plain())
         if request.drafter.needs_cost_curve and request.cost_curve is None:
-            request = replace(request, cost_curve=self._cost_curve(target.path))
+            request = replace(request, cost_curve=self._cost_curve(target))
         elif self._limits_rows and (request.drafter.max_step_rows or 0) > LEAST_ROWS:
-            self._cost_curve(target.path)  # for the row budget
+            self._cost_curve(target)  # for the row budget
         wanted = request.drafter.wanted_head
         if wanted is not None and request.head is None:
             request = replace(request, head=self._head(wanted, target.path))
@@ -91,9 +91,9 @@ class Admission:
         config = self._model.config
         return base_table_of(config, int(config.get_text_config(decoder=True).vocab_size))
 
-    def _cost_curve(self, path: str) -> CostCurve:
+    def _cost_curve(self, target: Target) -> CostCurve:
         """The cost curve of the model on this machine, read from disk or measured now."""
-        from ..drafters.adaptive.measure import curve_of  # imports numba
+        from ..drafters.adaptive.measure import cost_path, curve_of  # imports numba
 
-        self._curve = curve_of(self._model, path, self._make_target, say)
+        self._curve = curve_of(self._model, cost_path(target), self._make_target, say)
         return self._curve

@@ -124,7 +124,9 @@ class ParallelTarget:
         rank_group: from ``join``.
 
     Attributes:
-        path, reason, vocabulary: those of the inner targets.
+        path, reason, vocabulary, captures: those of the inner targets.
+        attention, model: those of rank 0's inner target; None if it has none.
+        ranks: number of ranks.
         executor: evaluates rank 0's shards.
         steps: number of forward passes so far.
         rows_per_rank: for each step, the number of rows of each rank: its shards and the missing rows that it
@@ -139,6 +141,10 @@ class ParallelTarget:
         self.promise = inner.promise
         self.reason = inner.reason
         self.vocabulary = inner.vocabulary
+        self.captures = getattr(inner, "captures", False)
+        self.attention = getattr(inner, "attention", None)
+        self.model = getattr(inner, "model", None)
+        self.ranks = rank_group.connections.size
         self.executor = RankExecutor(inner)
         self.steps = 0
         self.rows_per_rank: list[list[int]] = []

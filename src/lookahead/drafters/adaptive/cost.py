@@ -160,11 +160,11 @@ def _interpolated(points: Mapping[int, float], at: float) -> float:
 
 
 def machine() -> str:
-    """The machine's part of a curve's key: system, processor, cores, threads and GPU."""
+    """The machine's part of a curve's key: system, processor, cores, threads and GPUs."""
     parts = [platform.system(), get_host_cpu_name(), f"{os.cpu_count()} cores", f"{thread_count()} threads"]
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
-        parts.append(torch.cuda.get_device_name(0))
+        parts += [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return ", ".join(parts)
 
 

@@ -346,19 +346,41 @@ def model_key(model: Any, path: str = "") -> str:
 
     Args:
         model: a transformers model.
-        path: the path of the target that evaluates it.
+        path: ``cost_path`` of the target that evaluates it.
     """
-    parts = (type(model).__name__, config_key(model.config), *_numbers_of(model), path)
+    parts = [type(model).__name__, config_key(model.config), *_numbers_of(model), path]
+    options = getattr(getattr(model, "loaded", None), "options", None)  # of a model loaded by llama.cpp
+    for name in ("flash_attn", "cache_type_k", "cache_type_v"):
+        if value := getattr(options, name, None):
+            parts.append(f"{name} {value}")
     return "|".join(str(part) for part in parts)
 
 
+def cost_path(target: Target) -> str:
+    """The path of a target, and what else determines the cost of its steps: its attention function and the number of
+    ranks."""
+    attention, ranks = getattr(target, "attention", None), getattr(target, "ranks", 1)
+    parts = [target.path]
+    if attention is not None:
+        parts.append(f"attention by {attention.backend}")
+    if ranks > 1:
+        parts.append(f"{ranks} ranks")
+    return ", ".join(parts)
+
+
 def config_key(config: Any) -> str:
-    """The shape of a model as JSON: the integers of its transformers configuration; None gives an empty text."""
+    """The shape of a model as JSON: the integers of its transformers configuration, and how its weights are
+    quantized; None gives an empty text."""
     if config is None:
         return ""
     entries = config.get_text_config(decoder=True).to_dict().items()
-    shape = {key: value for key, value in entries if isinstance(value, int) and key != "eos_token_id"}
-    return json.dumps(shape, sort_keys=True)
+    shape: dict[str, Any] = {
+        key: value for key, value in entries if isinstance(value, int) and key != "eos_token_id"
+    }
+    quantization = getattr(config, "quantization_config", None)  # a dict or an object of transformers
+    if quantization is not None:
+        shape["quantization_config"] = dict(quantization)
+    return json.dumps(shape, sort_keys=True, default=str)
 
 
 def _numbers_of(model: Any) -> tuple[Any, Any]:
@@ -378,7 +400,7 @@ def curve_of(
 
     Args:
         model: a transformers model.
-        path: the path of the target that evaluates it.
+        path: ``cost_path`` of the target that evaluates it, or its ``path`` if a wrapper hides the rest.
         make_target: returns a new target with a ``vocabulary``; called only for the first drafter of the model.
         notice: called with a line of text if the file is damaged.
     """
@@ -386,10 +408,15 @@ def curve_of(
     key = (*_numbers_of(model), path)
     if key not in mine:
         wait_for_compilation()
-        mine[key] = _load_or_measure(
-            make_target(), model_key(model, path), notice, str(model.device).startswith("cuda")
-        )
+        target = make_target()
+        name = model_key(model, cost_path(target))
+        mine[key] = _load_or_measure(target, name, notice, str(model.device).startswith("cuda"))
     return mine[key]
+
+
+def forget_curves(model: Any) -> None:
+    """Let ``curve_of`` read the curves of this model from disk again."""
+    _of_models.pop(model, None)
 
 
 def _load_or_measure(target: Target, name: str, notice: Callable[[str], None], on_gpu: bool) -> CostCurve:
