@@ -239,31 +239,84 @@ def test_a_model_that_cannot_be_measured_has_the_guess_for_its_device(toy, devic
     assert curve.cost(64) == pytest.approx(cost)
 
 
-class CapturedTarget(FakeTarget):
-    """A target whose steps advance the test's clock by c(k), as steps on a GPU would."""
-
-    path = "cuda-graph"
-    captures = True
+class ClockedTarget(FakeTarget):
+    """A target whose steps advance the test's clock by c(k)."""
 
     def __init__(self, curve):
         super().__init__(4000)
         self.curve, self.now = curve, 0.0
 
     def forward(self, trees):
-        rows = sum(len(tree) for _, tree in trees)
-        self.now += self.curve.cost(next(size for size in (1, 4, 8, 16, 32, 64, 128, 256) if size >= rows))
+        self.now += self.curve.cost(self.padded(sum(len(tree) for _, tree in trees)))
         return super().forward(trees)
+
+    def padded(self, rows):
+        return rows
+
+
+class CapturedTarget(ClockedTarget):
+    """The same for captured steps, as on a GPU."""
+
+    path = "cuda-graph"
+    captures = True
+
+    def padded(self, rows):
+        return next(size for size in (1, 4, 8, 16, 32, 64, 128, 256) if size >= rows)
+
+
+def use_clock(monkeypatch, target, drafting=0.0, of_a_row=0.0):
+    """Let time pass only in the target's steps and in the drafter, which takes ``of_a_row`` more for each row."""
+
+    class Clocked(measure.AdaptiveDraftState):
+        def draft(self, limit):
+            target.now += drafting
+            return super().draft(limit)
+
+        def pad(self, tree, rows):
+            super().pad(tree, rows)
+            target.now += of_a_row * len(tree)
+
+    monkeypatch.setattr(measure, "perf_counter", lambda: target.now)
+    monkeypatch.setattr(measure, "AdaptiveDraftState", Clocked)
 
 
 def test_a_gpu_reads_its_own_curve_from_the_largest_number_of_rows_on(monkeypatch):
     """Where rows are free, a slope between few rows is noise, so 64 rows are measured even in a hurry."""
     target = CapturedTarget(CostCurve({0: {1: 1.0, 64: 1.2, 128: 1.9}}))
-    monkeypatch.setattr(measure, "perf_counter", lambda: target.now)
+    use_clock(monkeypatch, target, drafting=0.03)
     hurried = measure.measure(target, patience=0.0)
     assert set(hurried.seconds) == {(1, 64, 1), (1, 64, 64), (1, 64, 8)}
+    assert hurried.curve().drafting == pytest.approx(0.03)
     curve = measure.measure(target, patience=1e6).curve()
-    assert curve.cost(64) == pytest.approx(1.2, abs=0.01)
-    assert curve.cost(128) == pytest.approx(1.9, abs=0.01)
+    assert curve.cost(64) == pytest.approx(1.23, abs=0.01)
+    assert curve.cost(128) == pytest.approx(1.93, abs=0.01)
+    assert curve.drafting == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(("target_class", "fewest"), [(ClockedTarget, 2), (CapturedTarget, 4)])
+def test_the_cost_of_drafting_is_that_of_the_fewest_rows(monkeypatch, target_class, fewest):
+    target = target_class(CostCurve({0: {1: 1.0, 64: 1.2}}))
+    use_clock(monkeypatch, target, drafting=0.03, of_a_row=0.01)
+    curve = measure.measure(target, patience=1e6).curve()
+    assert curve.drafting == pytest.approx(0.03 + 0.01 * fewest)
+
+
+@pytest.mark.parametrize(("device", "sustained"), [(None, 1.25), ("cpu", 1.25), ("cuda:0", 1.0)])
+def test_rows_cost_more_in_long_runs_on_a_cpu_only(monkeypatch, device, sustained):
+    target = ClockedTarget(CostCurve({0: {1: 1.0, 4: 1.2}}))
+    if device is not None:
+        target.model = SimpleNamespace(device=device)
+    use_clock(monkeypatch, target)
+    assert measure.measure(target, rows=(4,)).curve().cost(4) == pytest.approx(1 + 0.2 * sustained)
+
+
+def test_a_target_without_drafts_is_measured_one_row_at_a_time():
+    class Plain(FakeTarget):
+        def depth_limit(self, slot):
+            return 0
+
+    measured = measure.measure(Plain(), rows=(1,), contexts=(8,), sequences=())
+    assert set(measured.seconds) == {(1, 8, 1)}
 
 
 @pytest.mark.parametrize(

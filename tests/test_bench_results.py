@@ -98,6 +98,18 @@ def test_step_costs_are_a_table_and_a_plot(path, tmp_path):
     }
 
 
+def test_contexts_with_too_few_positions_for_the_timed_steps_are_skipped():
+    model = ModelUnderTest.of(LLM(tiny_model()))  # 256 positions
+    records = step_cost.measure(model, (16, 240), (1, 8), lambda *told: None)
+    assert [(r["context"], r["rows"]) for r in records] == [(16, 1), (16, 8)]
+
+
+def test_step_costs_of_a_model_without_drafts_are_those_of_one_row():
+    model = ModelUnderTest.of(LLM(tiny_model()), path="plain")
+    records = step_cost.measure(model, (16, 250), (1, 8), lambda *told: None)
+    assert [(r["context"], r["rows"]) for r in records] == [(16, 1)]
+
+
 class Words:
     """A minimal tokenizer, so that a tiny model can be prompted."""
 

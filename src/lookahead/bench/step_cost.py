@@ -12,6 +12,7 @@ from math import inf
 from pathlib import Path
 
 from ..drafters.adaptive.measure import measure as measure_steps
+from ..drafters.adaptive.measure import positions_needed
 from ..records import RecordWriter
 from .methods import ModelUnderTest
 from .plots import colour, label, new_figure, powers_of_two, save
@@ -30,7 +31,8 @@ def measure(
 
     Args:
         model: the model under test.
-        contexts: numbers of committed tokens, T; contexts that are too long for the model are skipped.
+        contexts: numbers of committed tokens, T; contexts after which the model has too few positions for the timed
+            steps are skipped.
         rows: numbers of rows of a step, k.
         progress: called with (points measured, total points, the point measured last).
     """
@@ -40,7 +42,12 @@ def measure(
     below_root = target.depth_limit(0)  # 0 if the target evaluates one row per step
     target.release(0)
     counts = [k for k in rows if k == 1 or below_root]
-    points = [(t, k) for t in contexts for k in counts if t + k <= model.max_positions]
+    positions = below_root or model.max_positions
+    points: list[tuple[int, int]] = []
+    for t in contexts:
+        fitting = [k for k in counts if t + k <= model.max_positions]
+        if t < positions - positions_needed(target, fitting, REPEATS):
+            points += [(t, k) for k in fitting]
     records: list[Record] = []
 
     def keep(batch: int, context: int, k: int, seconds: float) -> None:

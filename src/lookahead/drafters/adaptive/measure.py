@@ -60,7 +60,7 @@ class Measurement:
 
     Attributes:
         seconds: seconds of a step, by (sequences, context, rows).
-        drafting: seconds of the drafter in drafted steps of two rows.
+        drafting: seconds of the drafter in drafted steps, by rows; those of the fewest rows count.
         of_a_prompt: seconds per token of a prompt.
         steady: whether repeated steps took about the same time.
         sustained: the cost of a row in long runs, relative to the measurement.
@@ -69,7 +69,7 @@ class Measurement:
     def __init__(self, progress: Callable[[int, int, int, float], None] | None = None) -> None:
         self.seconds: dict[tuple[int, int, int], float] = {}
         self._progress = progress
-        self.drafting: list[float] = []
+        self.drafting: dict[int, list[float]] = {}
         self.of_a_prompt = 0.0
         self.steady = True
         self.sustained = SUSTAINED
@@ -106,7 +106,7 @@ class Measurement:
                 rows.setdefault(context, {})[number] = 1 + self.sustained * more
             elif number == 1:
                 sequences[batch] = seconds / plain
-        drafting = median(self.drafting) / plain if self.drafting else 0.0
+        drafting = median(self.drafting[min(self.drafting)]) / plain if self.drafting else 0.0
         return CostCurve(rows, sequences, drafting, plain)
 
 
@@ -135,10 +135,9 @@ def measure(
     """
     result = Measurement(progress)
     end = perf_counter() + patience
-    # The first steps of a size compile or allocate; with CUDA graphs, the second one captures.
     captured = getattr(target, "captures", False)
-    discard = WARM_STEPS + (2 if captured else 1)
-    if captured:
+    discard = _discarded(target)
+    if captured or _device_of(target) != "cpu":
         result.sustained = 1.0
     if rows is None:
         rows = CAPTURED_ROWS if captured else ROWS
@@ -146,9 +145,10 @@ def measure(
 
     # Skip contexts from which the timed steps would run past the model's last position.
     target.prefill([(0, [0])])
-    longest = target.depth_limit(0) - 2 * (rounds + discard) * (1 + len(sizes))
+    left = target.depth_limit(0)  # 0 if the target evaluates one row per step; its positions are then unknown
     target.release(0)
-    fitting = [context for context in contexts if context < longest]
+    longest = left - positions_needed(target, rows, rounds)
+    fitting = [context for context in contexts if context < longest or not left]
     if not fitting:
         raise SettingsError(f"a context must be shorter than {max(0, longest)} tokens, got {list(contexts)}")
 
@@ -175,6 +175,22 @@ def measure(
     return result
 
 
+def positions_needed(target: Target, rows: Sequence[int], rounds: int) -> int:
+    """The number of positions after a context that the steps of ``measure`` use, at most."""
+    return 2 * (rounds + _discarded(target)) * (1 + sum(number > 1 for number in rows))
+
+
+def _discarded(target: Target) -> int:
+    """The number of steps of each size that do not count: they compile or allocate; with CUDA graphs, the second one
+    captures."""
+    return WARM_STEPS + (2 if getattr(target, "captures", False) else 1)
+
+
+def _device_of(target: Target) -> str:
+    """The type of the device that evaluates the steps of a target, as in "cuda"."""
+    return str(getattr(getattr(target, "model", None), "device", "cpu")).partition(":")[0]
+
+
 def _time_context(
     target: Target,
     result: Measurement,
@@ -199,8 +215,7 @@ def _time_context(
             counts.append(count)
             plain.append(_plain_step(target, [0]))
             drafted.append(seconds)
-            if number == 2:
-                result.drafting.append(drafting)
+            result.drafting.setdefault(number, []).append(drafting)
         if counts[-1] == number:  # a tiny vocabulary has too few tokens
             result.add((1, context, number), drafted[discard:], plain[discard:])
 
