@@ -333,6 +333,27 @@ def test_a_pass_may_have_as_many_rows_as_two_plain_passes_cost(points, budgets):
         assert curve.budget(sequences) == rows
 
 
+@pytest.mark.parametrize("sequences", range(1, 17))
+def test_a_full_row_budget_fits_in_one_captured_pass(sequences):
+    """Two passes would read the weights twice."""
+    curve = CostCurve({0: {1: 1.0, 64: 1.0}})
+    rows = curve.budget(sequences, captured=True) // sequences
+    assert len(division([rows] * sequences)) == 1
+    assert len(division([rows + 1] * sequences)) > 1 or rows == cost.MOST_ROWS
+    assert curve.budget(sequences) == sequences * (cost.MOST_ROWS // sequences)
+
+
+@pytest.mark.parametrize(("path", "budget"), [("cuda-graph", 5 * 32), ("cpu", 5 * 51)])
+def test_the_row_budget_depends_on_the_path(toy, monkeypatch, path, budget):
+    llm = lookahead.load(toy, drafter="adaptive")
+    monkeypatch.setattr(measure, "curve_of", lambda *given: CostCurve({0: {1: 1.0, 64: 1.0}}))
+    admission = Admission(llm.model, llm.probe, llm.target)
+    target = FakeTarget()
+    target.path = path
+    admission(llm.prepare([5, 6, 7], Options(max_new_tokens=2)), target)
+    assert admission.row_budget(5) == budget
+
+
 @pytest.mark.parametrize(
     ("on_gpu", "curve", "drafter", "budget"),
     [

@@ -50,8 +50,10 @@ class Admission:
         self._make_target = make_target
         self._limits_rows = limits_rows
         self._curve: CostCurve | None = None
+        self._captured = False
 
     def __call__(self, request: Request, target: Target) -> Request:
+        self._captured = target.path == "cuda-graph"
         if self._probed.mode == "plain":
             request = replace(request, drafter=Plain())
         if request.drafter.needs_cost_curve and request.cost_curve is None:
@@ -71,7 +73,7 @@ class Admission:
         from ..drafters.adaptive.cost import CostCurve  # imports numpy
 
         curve = self._curve if self._curve is not None else CostCurve.unmeasured(self._on_gpu)
-        return max(LEAST_ROWS, curve.budget(sequences))
+        return max(LEAST_ROWS, curve.budget(sequences, self._captured))
 
     @property
     def _on_gpu(self) -> bool:

@@ -41,6 +41,8 @@ ROW_ON_GPU = 0.2 / 63
 BUDGET = 2.0
 #: Largest number of rows of a server's pass.
 MOST_ROWS = 256
+#: Largest number of sequences of a captured pass (``targets.cuda_graphs.BATCHES``).
+MOST_CAPTURED = 64
 #: The curve of 4-bit weights on two cores with AVX-512, for processes whose measurement other work disturbs.
 TYPICAL = {1: 1.0, 2: 1.08, 4: 1.2, 8: 1.7, 16: 2.8, 64: 9.5}
 #: Format of the file; also incremented when a change makes compiled passes faster or slower.
@@ -90,14 +92,21 @@ class CostCurve:
         """The curve for a device that could not be measured because of other work."""
         return cls.unmeasured(on_gpu) if on_gpu else cls({0: TYPICAL}, drafting=0.04)
 
-    def budget(self, sequences: int) -> int:
+    def budget(self, sequences: int, captured: bool = False) -> int:
         """The row budget of a pass over this many sequences: as many rows as cost at most ``BUDGET`` plain passes,
         and at most ``MOST_ROWS`` if each sequence has several rows.
+
+        A captured pass is padded to powers of two, and a step beyond ``MOST_ROWS`` padded rows takes two passes. So
+        for up to ``MOST_CAPTURED`` sequences, which is the most that such a pass can have, the budget is so small
+        that equal shares of it fit in one pass:
+
+            5 sequences    padded to 8 sequences of MOST_ROWS / 8 = 32 rows, so at most 5 * 32 rows
 
         The budget also limits drafters with fixed settings such as (15, 5, 15), which do not use the curve. They
         rarely pay off beyond it, because their S is seldom above ``BUDGET``.
         """
-        costs, _ = self.table(max(1, MOST_ROWS // sequences), 0, sequences)
+        padded = 1 << (sequences - 1).bit_length() if captured and sequences <= MOST_CAPTURED else sequences
+        costs, _ = self.table(max(1, MOST_ROWS // padded), 0, sequences)
         return sequences * int(np.searchsorted(costs[1:], BUDGET, side="right"))
 
     def cost(self, rows: float, context: int = 0) -> float:
