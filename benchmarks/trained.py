@@ -5,7 +5,8 @@
 
 ``--text`` is the default model's own output (saved by ``lookahead learn``), for the datastore of REST. All methods
 are drafters in this library's decoding loop and decode the same prompts greedily. A completion that differs from
-plain decoding ends the run. Results in ``--records`` of this commit, these settings and weights are not measured again.
+plain decoding ends the run. Results in ``--records`` of this commit, these settings and these weights are not
+measured again.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ ABOUT = {
     "prompt lookup": ("prompt lookup", "the text", "1.75"),
     "lookahead": ("the paper's lookahead", "its window and n-grams", "1.64"),
 }
+#: Methods with trained weights.
+WEIGHTED = ("adaptive with head", "static tree", "eagle", "medusa")
 #: Why the published figures differ from this page's.
 DIFFERENCES = (
     "The published figures are of Vicuna-7B on all of Spec-Bench, where much text is copied from the prompt "
@@ -190,7 +193,8 @@ def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     methods = []
     for method in args.methods:
         name, reads, published = ABOUT[method]
-        methods.append([name, reads, trained.get(method) or "-", published])
+        training = (trained.get(method) or "-") if method in WEIGHTED else "none"
+        methods.append([name, reads, training, published])
     heads = ["method", "reads", "training", "published S"]
     shapes = ", ".join(str(PAPER[rows]) for rows in args.rows)
     text = [
