@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import lookahead
-from benchmarks import adaptive_run, departures, rows, trained
+from benchmarks import adaptive_run, departures, dynamics, rows, trained
 from benchmarks.chain_s import variants
 from benchmarks.drafters.eagle import Eagle, EagleDrafter, EagleState, Layer
 from benchmarks.drafters.medusa import RANKS, Heads, Medusa, MedusaDrafter
@@ -259,3 +259,13 @@ def test_what_a_file_of_weights_says_about_its_training(tmp_path):
     assert trained.weights_of(first)["training"] == "501,085 tokens, 4 epochs, 1,777 s"
     assert trained.weights_of(second)["training"] == trained.weights_of(None)["weights"] == ""
     assert trained.weights_of(first)["weights"] != trained.weights_of(second)["weights"] != ""
+
+
+def test_the_text_on_convergence_follows_from_the_counts():
+    ages = len(dynamics.AGES)
+    text = {"seen": [100 - 5 * age for age in range(ages)], "emitted": [5 * age for age in range(ages)]}
+    text |= {"right": [3 + age for age in range(ages)], "new_tokens": 41, "steps": 40}
+    said = dynamics.convergence_text({"code": [text], "maths": [text | {"new_tokens": 61}]})
+    assert "here it is 9 % and 39 %." in said
+    assert "S is 1.00 to 1.50. From 0 to 7 iterations" in said
+    assert "grows by 42 % of the block, that of emitted tokens among them by 35 %." in said
