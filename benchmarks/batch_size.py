@@ -91,7 +91,7 @@ def memory(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
                 tracemalloc.start()
             drafter = as_drafter(name)
             request = make_request(model, prompt, drafter, RunOptions(new_tokens))
-            engine = Engine(lambda: model.target, admit=model.admit)
+            engine = Engine(lambda: model.target, admit=lambda request, _: model.admit(request))
             sequence = engine.add(request)  # keeps the drafter's state alive
             while engine.busy:
                 engine.step()

@@ -281,7 +281,7 @@ def steps(given: Sources) -> list[Step]:
     if model is not None and given.llamacpp_bin is not None:  # in the format that llama.cpp is fastest in
         file = _converted(model, "Q4_0")
         words = [file, "--against", f"llamacpp:{file}", "--bin", given.llamacpp_bin]
-    plan("serve", 10 if "--bin" in words else 5, "serve", *words, "--out", "docs/results")
+    plan("serve", 15 if "--bin" in words else 5, "serve", *words, "--out", "docs/results")
     plan("batch-size", max(3, 2 * limit), "batch_size", *data, "--limit", limit)
     if model is None or not (ROOT / VLLM).is_file():
         _left_out("vllm", why=f"it needs the default model and {VLLM}, which `make vllm` installs")

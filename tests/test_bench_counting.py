@@ -11,6 +11,7 @@ from torch.nn import Module
 
 import lookahead
 from benchmarks import batch_size, gguf_peer, peers, side_by_side
+from benchmarks.llamacpp_server import outcome_of_answer
 from benchmarks.paper import parallel, sampling_quality
 from benchmarks.paper.study import Study
 from benchmarks.spec_bench import rows, write_answers
@@ -22,6 +23,7 @@ from lookahead.bench.report import page_of, unequal_text, write_report
 from lookahead.bench.run import loop_free
 from lookahead.core import SettingsError, Stats
 from lookahead.drafters import METHODS
+from lookahead.drafters.adaptive.base_files import learned_file
 from lookahead.testing import FakeTarget, tiny_model
 
 CYCLE = list(range(16))
@@ -565,3 +567,36 @@ def test_the_benchmark_drafts_as_a_user_does():
         assert (ours.steps, ours.rows) == (user.steps, user.rows)
         steps.append(ours.steps)
     assert steps[0] > steps[1] > steps[2], "each source must save steps, or the test has no power"
+
+
+def test_records_name_the_table_and_head_that_drafters_found(monkeypatch, tmp_path):
+    """After ``lookahead learn`` or ``train-head``, earlier records are not reused."""
+    model = ModelUnderTest.of(LLM(tiny_model()))
+    assert model.learned() == {}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = run([], [[1, 2, 3]], model, RunOptions(max_new_tokens=4))
+    file = learned_file(model.model.config)
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"a table")
+    second = run([], [[1, 2, 3]], model, RunOptions(max_new_tokens=4))
+    assert list(second[0]["learned"]) == ["table"]
+    assert second[0]["key"] != first[0]["key"]
+
+
+def test_llama_cpps_server_reports_totals():
+    """Seven tokens after the first, four of them drafted, in three passes of thirteen rows."""
+    timings = {"predicted_n": 8, "draft_n": 10, "draft_n_accepted": 4, "prompt_ms": 20, "predicted_ms": 60}
+    found = outcome_of_answer({"timings": timings, "tokens": [5] * 7}, 12, eos=2)
+    assert found.tokens == [5] * 7 + [2], "the end token, which it does not return"
+    assert (found.stats.steps, found.stats.rows, sum(found.step_tokens)) == (3, 13, 7)
+    assert (found.prefill_seconds, sum(found.step_seconds)) == pytest.approx((0.02, 0.06))
+    one = outcome_of_answer(
+        {"timings": timings | {"predicted_n": 1, "draft_n_accepted": 0}, "tokens": [5]}, 12, 2
+    )
+    assert (one.tokens, one.stats.steps) == ([5], 0)
+
+
+def test_llama_cpps_server_needs_its_program(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAMACPP_BIN", str(tmp_path))
+    with pytest.raises(SettingsError, match="set LLAMACPP_BIN to the folder that has llama-server"):
+        peers.make_methods("llamacpp-server:x.gguf", cycling())

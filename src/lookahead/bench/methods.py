@@ -11,6 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,6 +26,7 @@ from ..llm import LLM
 from ..loading import load
 from ..options import Options
 from ..sampling import SeededNoise, make_choose
+from ..targets.limits import Probe
 
 #: Plain decoding, with which every other method is compared.
 PLAIN = Plain.name
@@ -44,25 +46,42 @@ class ModelUnderTest:
     dtype: str = "float32"  # for the records
     gguf: str | None = None  # the file that the model was read from, if it is a GGUF file
     parameter_count: int | None = None  # the number of its weights; None if there is only a target
-    admit: Callable[[Request, Target], Request] = lambda request, target: (
-        request
-    )  # adds what the drafter needs
+    probe: Probe | None = None  # that of ``LLM``; None if there is only a target
+    _admission: tuple[Target, Admission] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, llm: LLM, path: str = "auto") -> ModelUnderTest:
         """A loaded model with a target of the given path (see ``LLM.target``)."""
-        target = llm.target(path)
         return cls(
             llm.name,
-            target,
+            llm.target(path),
             llm.model,
             llm.tokenizer,
             llm.eos,
             llm.context or UNLIMITED,
             llm.dtype,
             parameter_count=llm.parameter_count,
-            admit=Admission(llm.model, llm.probe, lambda: target),
+            probe=llm.probe,
         )
+
+    def admit(self, request: Request) -> Request:
+        """The request with what its drafter needs, as in ``LLM``: cost curve, base table and light head."""
+        if self.probe is None:
+            return request
+        target = self.target
+        if self._admission is None or self._admission[0] is not target:  # a study may replace the target
+            self._admission = target, Admission(self.model, self.probe, lambda: target)
+        return self._admission[1](request, target)
+
+    def learned(self) -> dict[str, str]:
+        """Digests of the base table and of the light head that drafters find for the model, by kind."""
+        from ..drafters.adaptive.base_files import find_base_table
+        from ..targets.light_head import find_head
+
+        if not hasattr(self.model, "config"):
+            return {}
+        files = {"table": find_base_table(self.model.config), "head": find_head(self.model)}
+        return {kind: sha256(file.read_bytes()).hexdigest()[:12] for kind, file in files.items() if file}
 
 
 def load_model(path_or_id: str | None = None, path: str = "auto", **options: Any) -> ModelUnderTest:
@@ -156,7 +175,7 @@ def timed_decode(model: ModelUnderTest, request: Request) -> Outcome:
     Raises:
         LookaheadError: the error that ended decoding early.
     """
-    request = model.admit(request, model.target)
+    request = model.admit(request)
     last = perf_counter()
     outcome = Outcome([], Stats(), 0, 0.0)
     engine = Engine(lambda: model.target, target=model.target)

@@ -70,7 +70,7 @@ def run(
     workload = [_as_prompt(number, prompt) for number, prompt in enumerate(prompts)]
     setup = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")}
     common = {"model": model.name, "dtype": model.dtype, "path": model.target.path, "options": setup}
-    common |= environment()
+    common |= environment() | {"learned": model.learned()}
     known = records.read() if records else []
     finished: dict[str, Record] = {record["key"]: record for record in known if not record.get("failed")}
     # Measure in the order of the plan.
