@@ -69,6 +69,24 @@ def test_a_driver_that_is_too_old_leaves_the_cpu_and_says_so(build):
     assert line.endswith("is too old (found version 11040))")
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "CUDA error: no kernel image is available for execution on the device",
+        "CUDA error: all CUDA-capable devices are busy or unavailable",
+        "CUDA error: out of memory",
+    ],
+)
+def test_a_gpu_that_fails_leaves_the_cpu_unless_it_was_asked_for(build, monkeypatch, error):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    build(1, error=f"{error}\nCUDA kernel errors might be reported later")
+    with pytest.warns(RuntimeWarning) as said:
+        assert loading._device(None) == "cpu"
+    (line,) = [str(one.message) for one in said]
+    assert line == f"the GPU cannot be used, so the model runs on the CPU ({error})"
+    assert f"(cpu, cuda), got 'cuda' ({error})" in refused("cuda")
+
+
 def test_a_gpu_that_was_asked_for_and_cannot_be_used_is_an_error(build, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     build(

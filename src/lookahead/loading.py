@@ -307,7 +307,11 @@ def _dtype(dtype: str | torch.dtype) -> str:
 
 
 def _device(device: str | torch.device | None) -> str:
-    """The requested device, or else a GPU if available, in torch's notation. torch must be able to use it."""
+    """The requested device, or else a GPU if torch can use it, or else the CPU, in torch's notation.
+
+    Raises:
+        SettingsError: torch cannot use the requested device.
+    """
     if str(device) == "cpu" or (device is None and not _torch_has_gpu_code()):
         return "cpu"
     import torch
@@ -316,25 +320,27 @@ def _device(device: str | torch.device | None) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device is None and not count and caught:
-        why = str(caught[0].message).split(". ")[0]
+    why = str(caught[0].message).split(". ")[0] if caught and not count else ""
+
+    # Try the device. A kernel has to run, because this build of torch may lack kernels for the card.
+    asked = str(device or ("cuda" if count else "cpu"))
+    try:
+        torch.zeros(1, device=torch.device(asked)).add_(1)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        if device is not None:
+            known = f"cpu, cuda:0 to cuda:{count - 1}" if count > 1 else "cpu, cuda" if count else "cpu"
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            hidden = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r}"
+            raise SettingsError(
+                f"device must be one that torch can use here ({known}), got {asked!r} ({first_line(error)}{hidden})"
+            ) from None
+        why, asked = first_line(error), "cpu"
+    if device is None and why:
         warnings.warn(
             f"the GPU cannot be used, so the model runs on the CPU ({why})",
             RuntimeWarning,
             stacklevel=4,
         )
-
-    # Try the device.
-    asked = str(device or ("cuda" if count else "cpu"))
-    try:
-        torch.zeros(1, device=torch.device(asked))
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        known = f"cpu, cuda:0 to cuda:{count - 1}" if count > 1 else "cpu, cuda" if count else "cpu"
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        hidden = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r}"
-        raise SettingsError(
-            f"device must be one that torch can use here ({known}), got {asked!r} ({first_line(error)}{hidden})"
-        ) from None
     return str(torch.device(asked))
 
 
