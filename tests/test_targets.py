@@ -184,6 +184,39 @@ def test_without_room_for_two_caches_sequences_wait_on_the_host(room, monkeypatc
     assert cache.read(0, 5)[0][0][0, 0, :, 0].tolist() == [0, 1, 2, 3, 0]
 
 
+def test_without_room_for_any_cache_sequences_wait_until_there_is_room(monkeypatch):
+    cache = TreeCache([(2, 4, 4)] * 2, torch.float32, torch.device("cpu"), capacity=256)
+    for slot, end in ((0, 300), (1, 4)):
+        cache.reserve(2, end)
+        fill(cache, [slot], [0], end, 100.0 * slot)
+        cache.lengths[slot] = end
+    honest, tried, room = torch.zeros, [], 0
+
+    def zeros(count, slots, heads, capacity, size, **named):
+        tried.append((slots, capacity))
+        if capacity > room:
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        return honest(count, slots, heads, capacity, size, **named)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(torch.AcceleratorError, match="out of memory"):
+        cache.reserve(2, 514)
+    assert tried == [(2, 1024), (2, 1024), (2, 768), (2, 512)]
+    assert cache.bytes == 0
+    tried.clear()
+    room = 256
+    with pytest.raises(torch.AcceleratorError, match="out of memory"):  # not "KeyError"
+        cache.place([1], [4], 1)
+    assert min(tried) == (2, 512)  # the longest sequence needs it
+    del cache.lengths[0]  # it ended
+    cache.place([1], [4], 1)
+    assert (cache.slots, cache.capacity) == (2, 256)
+    assert cache.read(1, 5)[0][0][0, 0, :, 0].tolist() == [100, 101, 102, 103, 0]
+    room = 1024
+    cache.reserve(2, 514)
+    assert cache.read(1, 5)[0][0][0, 0, :, 0].tolist() == [100, 101, 102, 103, 0]
+
+
 @pytest.mark.parametrize("drafter", ["4,4,4", "jacobi:block_size=4", "prompt-lookup"])
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "bloom", "mpt"])
 def test_many_sequences_in_one_pass(family, drafter):
@@ -348,14 +381,23 @@ def test_the_probe_is_asked_once_per_model():
     assert probe(model) is not before
 
 
-def test_running_out_of_memory_is_survived(monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        MemoryError(),
+    ],
+)
+def test_running_out_of_memory_is_survived(monkeypatch, error):
     model = tiny_model("llama", initializer_range=0.1)
     target = make_target(model, path="transformers")
     honest = TransformersTarget._pass
 
     def small(self, trees):
         if max(len(tree) for _, tree in trees) > 12:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+            raise error
         return honest(self, trees)
 
     monkeypatch.setattr(TransformersTarget, "_pass", small)

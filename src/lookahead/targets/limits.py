@@ -16,6 +16,8 @@ from ..core import OutOfMemory
 NO_LIMIT = 1 << 30
 #: The share of a device's memory that the captured passes of a model may take (``targets.cuda_graphs``).
 GRAPH_MEMORY = 0.1
+#: Parts of the messages of allocators, and of CUDA's libraries, that find no memory.
+NO_MEMORY = ("can't allocate memory", "out of memory", "status_alloc_failed")
 
 
 class Limits:
@@ -81,6 +83,13 @@ class Probe:
     half: bool = False
 
 
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error means that memory ran out, on the host or on a device."""
+    text = str(error).lower()
+    allocator = isinstance(error, RuntimeError) and any(part in text for part in NO_MEMORY)
+    return allocator or isinstance(error, MemoryError)
+
+
 @contextmanager
 def memory_errors(what: str) -> Iterator[None]:
     """Turn an allocation error into ``OutOfMemory``, after which the decoding loop retries with fewer rows.
@@ -91,9 +100,7 @@ def memory_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        text = str(error).lower()
-        from_allocator = "can't allocate memory" in text or "out of memory" in text
-        if isinstance(error, OutOfMemory) or not (from_allocator or isinstance(error, MemoryError)):
+        if isinstance(error, OutOfMemory) or not out_of_memory(error):
             raise
         raise OutOfMemory(
             f"{what} did not fit in memory; use a shorter prompt, fewer sequences, "

@@ -100,6 +100,7 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
         self.slots = 1
         self.lengths: dict[int, int] = {}
         self.placement = Placement(0, slice(0), slice(1), 0)
+        self._waiting: Contents = {}  # sequences in host memory, while there is no memory for them on the device
         self._used: dict[int, int] = {}  # slot -> end of the columns that passes wrote; the others are 0
         # (layer, 0 for keys or 1 for values) -> ((heads, head size), index in the tensor of that shape)
         self._index: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
@@ -136,8 +137,11 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
         only what is needed is allocated.
 
         Raises:
-            RuntimeError: out of memory; the cache is unchanged.
+            RuntimeError: out of memory. The cache is unchanged; or, if not even its old size fits any more, it has no
+                memory, and the sequences in use stay in host memory until a later call finds room for them.
         """
+        waiting = self._contents() if self._waiting else {}
+        capacity = max([capacity, *(states.shape[2] for states in waiting.values())])
         before, wanted = (self.slots, self.capacity), self.grown(slots, capacity)
         if wanted == before:
             return
@@ -146,22 +150,25 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
             try:
                 self._replace(wanted, self._filled(*wanted, self._contents()))
                 return
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
                 pass
-        contents = self._contents(on_host=True)
-        self._storage = {}
+        sizes = (wanted, least, before) if self.capacity else (wanted, least)
+        self._waiting = self._contents(on_host=True)
+        self._storage, self.capacity = {}, 0
         error = None
-        for size in (wanted, least, before):
+        for size in sizes:
             try:
-                self._replace(size, self._filled(*size, contents))
+                self._replace(size, self._filled(*size, self._waiting))
                 break
             except RuntimeError as raised:
-                error = raised
-        if error is not None and (not self._storage or (self.slots, self.capacity) == before):
+                error = raised.with_traceback(None)  # its frames hold the memory that was allocated
+        if error is not None and (self.slots, self.capacity) not in (wanted, least):
             raise error
 
     def _contents(self, on_host: bool = False) -> Contents:
         """The keys and values of all slots in use, including pending rows."""
+        if self._waiting:
+            return {key: states for key, states in self._waiting.items() if key[1] in self.lengths}
         return {
             (group, slot): storage[:, slot, :, :end].to("cpu" if on_host else self.device)
             for group, storage in self._storage.items()
@@ -183,18 +190,21 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
     def _replace(self, size: tuple[int, int], storage: dict[tuple[int, int], torch.Tensor]) -> None:
         self.slots, self.capacity = size
         self._storage = storage
+        self._waiting = {}
         self._used = {slot: end for slot, end in self._used.items() if slot in self.lengths}
 
     def clear(self) -> None:
         """Set all keys and values to 0, in the same memory, and forget the slots in use."""
         for storage in self._storage.values():
             storage.zero_()
+        self._waiting = {}
         self._used.clear()
         self.lengths.clear()
 
     def free(self) -> None:
         """Free the memory. ``reserve`` allocates new memory."""
         self._storage = {}
+        self._waiting = {}
         self.slots = 1
         self.capacity = 0
         self._used.clear()
