@@ -457,6 +457,13 @@ def test_what_a_captured_pass_would_pass_by_is_refused():
     assert make_target(model, path="cuda-graph").path == "cuda-graph"
 
 
+def test_hooks_that_transformers_leaves_on_a_model_are_harmless():
+    model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
+    model(input_ids=torch.tensor([PROMPTS[0]], device=DEVICE), output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules())
+    assert make_target(model, path="cuda-graph").path == "cuda-graph"
+
+
 def test_a_gpu_takes_it_without_being_asked(monkeypatch):
     from lookahead.targets import paths
 

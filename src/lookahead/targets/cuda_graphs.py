@@ -44,7 +44,7 @@ from .attention_hook import TreeAttention
 from .cuda import HostCopy, Stream, is_gpu, memory, noticed_waits, pinned, to_device
 from .equivalence import compare
 from .facts import ModelFacts
-from .fingerprint import forget, remember
+from .fingerprint import active_hooks, forget, remember
 from .limits import GRAPH_MEMORY, memory_errors
 from .logits import CopiedLogits, LogitsRows, packed
 from .transformers import TransformersTarget, head_inputs, run_model
@@ -135,7 +135,7 @@ def uncapturable(model: PreTrainedModel, facts: ModelFacts) -> str:
     if facts.alibi is not None or facts.rope_type:
         what = "a bias by distance (ALiBi)" if facts.alibi is not None else f"{facts.rope_type} positions"
         return f"{name} has {what}, which change from step to step"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+    if any(active_hooks(m._forward_hooks) or active_hooks(m._forward_pre_hooks) for m in model.modules()):
         return f"{name} has hooks, which a captured pass would not call again"
     return ""
 
