@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lookahead.targets import cuda, paths
 
-TOTAL = 1000
+TOTAL = 10**9
 
 
 class Graph(TorchDispatchMode):
@@ -50,6 +50,7 @@ class FakeCuda:
         current: the current stream; a test may set it to another caller's.
         free: free bytes out of ``TOTAL``.
         cost: bytes that a capture allocates; it runs out of memory above ``free``.
+        errors: what running out of memory raises in a capture; the second one, if any, at its end.
         mode: the sync-debug mode.
     """
 
@@ -57,6 +58,7 @@ class FakeCuda:
         self.log, self.streams, self.handles = [], 0, 0
         self.caller("caller")
         self.free, self.cost, self.mode = TOTAL, 1, 0
+        self.errors = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")]
         replaced = {
             "Stream": lambda device: self.stream(),
             "Event": self.event,
@@ -110,7 +112,11 @@ class FakeCuda:
         assert capture_error_mode == "thread_local"
         self.note("capture", pool)
         if self.cost > self.free:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+            try:
+                raise self.errors[0]
+            finally:
+                for error in self.errors[1:]:
+                    raise error
         self.free -= self.cost
         with graph:
             yield

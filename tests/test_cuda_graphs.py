@@ -270,7 +270,7 @@ def test_a_first_pass_on_the_stream_of_the_capture_precedes_it(model, device, mo
 
 
 def test_the_least_recently_used_graphs_make_room(model, device):
-    device.cost = 30  # a tenth of the device is 100
+    device.cost = 3 * TOTAL // 100
     target = captured(model, 512)
     target.prefill([(0, PROMPTS[0])])
     sizes = [TokenTree.of([3] * rows, range(-1, rows - 1)) for rows in (1, 4, 8, 16, 32)]
@@ -297,6 +297,48 @@ def test_graph_memory_is_a_setting(model, device, monkeypatch, share, kept):
         for _ in range(2):
             target.forward([(0, chain)])
     assert len(target.passes) == kept
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.4, 3), (0.04, 0)])
+def test_the_next_target_has_the_new_graph_memory(model, device, monkeypatch, share, kept):
+    """With less memory, all passes are dropped, because their memory returns to the device together."""
+    monkeypatch.setattr(cuda_graphs, "memory_shares", weakref.WeakKeyDictionary())
+    device.cost = 3 * TOTAL // 100
+    shared = TreeAttention(model, attention.get("sdpa"))
+    for expected in (0, kept):
+        target = captured(model, 64, shared)
+        assert len(target.passes) == expected
+        target.prefill([(0, PROMPTS[0])])
+        for rows in (1, 3, 6):
+            for _ in range(2):
+                target.forward([(0, TokenTree.of(range(3, 3 + rows), range(-1, rows - 1)))])
+        limit_graphs(model, share)
+        last = [len(target.passes), target.graphs.limit / TOTAL]
+        del target
+        gc.collect()
+    assert last == [max(kept, 1), share]
+
+
+def test_custom_generate_sets_the_graph_memory_of_every_call(device):
+    model = tiny_model("llama", initializer_range=0.1)
+    for share in (0.05, 0.02):
+        given = {"custom_generate": lookahead.generate, "max_new_tokens": 4, "graph_memory": share}
+        model.generate(torch.tensor([PROMPTS[0]]), **given)
+        gc.collect()
+        assert make_target(model).graphs.limit == share * TOTAL
+        gc.collect()
+
+
+def test_the_logits_of_captured_passes_count(model, device):
+    target = captured(model, 512)
+    target.prefill([(0, PROMPTS[0])])
+    row = 4 * target.vocabulary
+    target.graphs.limit = 5 * row + 2 * device.cost
+    for rows, kept in ((1, [1]), (4, [1, 4]), (8, [8])):
+        for _ in range(2):
+            target.forward([(0, TokenTree.of([3] * rows, range(-1, rows - 1)))])
+        assert [size[1] for size in target.passes] == kept
+        assert target.graphs.bytes == sum(kept) * row + len(kept) * device.cost
 
 
 @pytest.mark.parametrize(
@@ -346,8 +388,15 @@ def test_passes_with_as_many_rows_share_the_memory_of_their_logits(model, device
     assert one.results[0].data_ptr() == both.results[0].data_ptr()
 
 
-def test_without_memory_for_a_graph_its_steps_run_uncaptured(model, device):
-    device.cost = TOTAL + 1
+ALLOCATOR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+DRIVER = torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+INVALID = torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize("errors", [[ALLOCATOR], [CUBLAS], [DRIVER], [CUBLAS, INVALID]])
+def test_without_memory_for_a_graph_its_steps_run_uncaptured(model, device, errors):
+    device.cost, device.errors = TOTAL + 1, errors
     target = captured(model, 64)
     with pytest.warns(
         RuntimeWarning, match="no memory is left to capture steps of 1 x 1 rows; they run uncap"
@@ -357,15 +406,25 @@ def test_without_memory_for_a_graph_its_steps_run_uncaptured(model, device):
     assert not any(what == "replay" for what, *_ in device.log)
 
 
+def test_another_error_of_a_capture_is_not_mistaken_for_memory(model, device):
+    device.cost, device.errors = TOTAL + 1, [RuntimeError("operation not permitted"), INVALID]
+    target = captured(model, 64)
+    target.prefill([(0, PROMPTS[0])])
+    target.forward([(0, TokenTree(3))])
+    with pytest.raises(torch.AcceleratorError, match="operation failed due to a previous error"):
+        target.forward([(0, TokenTree(3))])
+
+
 def test_a_store_that_nobody_uses_keeps_no_large_cache(model, device):
     shared = TreeAttention(model, attention.get("sdpa"))
     target = captured(model, 64, shared)
-    target.graphs.limit = target.cache.bytes
+    limit = target.graphs.limit = target.cache.bytes
     assert_same_as_autoregressive(target, PROMPTS[:1], "plain", 20)
     del target
     gc.collect()
     assert shared.idle[0].passes  # small enough
     target = captured(model, 64, shared)
+    target.graphs.limit = limit
     assert_same_as_autoregressive(target, PROMPTS[:1], "plain", 100)
     assert target.cache.capacity == 128
     del target
@@ -586,6 +645,54 @@ def test_a_pass_that_reads_on_the_host_is_not_captured(waits, device, monkeypatc
     assert (attention is None) == (waits is not None)
     if waits:
         assert f"reads values on the host in its pass ({__file__}:" in reason
+
+
+@pytest.mark.parametrize("error", [ALLOCATOR, CUBLAS, DRIVER])
+@pytest.mark.parametrize("when", [0, "warn"], ids=["first", "watched"])
+def test_without_memory_for_large_steps_at_load_the_others_are_captured(when, error, device, monkeypatch):
+    honest, held = cuda_graphs.CapturedPass.evaluate, [0]
+
+    def evaluate(self, target):
+        results = honest(self, target)
+        if self.sequences * self.rows >= 64 and device.mode == when:
+            held.clear()
+            raise error
+        held.append(max(target.graphs._logits))
+        return results
+
+    model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=512)
+    facts = probe(model).facts
+    monkeypatch.setattr(cuda_graphs.CapturedPass, "evaluate", evaluate)
+    with pytest.warns(RuntimeWarning) as said:
+        tree_attention, reason = captured_attention(model, facts, "sdpa")
+    monkeypatch.setattr(cuda_graphs.CapturedPass, "evaluate", honest)  # by now, there is memory
+    assert "attention by sdpa" in reason
+    assert max(held) <= 32  # after the error, no memory is held for the logits of larger steps
+    (line,) = [str(one.message) for one in said]
+    assert line.startswith("no memory is left to check passes of 64 rows or more; they run uncaptured")
+    target = CudaGraphTarget(model, facts, tree_attention, 512)
+    target.prefill([(slot, PROMPTS[0]) for slot in range(4)])
+    for sequences, rows in ((1, 32), (1, 33), (2, 16), (4, 16)):
+        device.log.clear()
+        for _ in range(3):
+            chain = TokenTree.of([3] * rows, range(-1, rows - 1))
+            target.forward([(slot, chain) for slot in range(sequences)])
+        captures = sum(what == "capture" for what, *_ in device.log)
+        assert captures == (sequences * rows <= 32)
+
+
+def test_without_memory_for_one_row_at_load_the_attention_kernel_is_not_blamed(device, monkeypatch):
+    def evaluate(self, target):
+        raise ALLOCATOR
+
+    monkeypatch.setattr(cuda_graphs.CapturedPass, "evaluate", evaluate)
+    monkeypatch.setattr(TreeAttention, "backend", "triton")
+    model = tiny_model("llama")
+    tree_attention, reason = captured_attention(
+        model, probe(model).facts, "sdpa"
+    )  # a warning is an error here
+    assert tree_attention is None
+    assert "cannot be captured (OutOfMemoryError: CUDA out of memory." in reason
 
 
 @pytest.mark.parametrize("dead", [True, False])

@@ -45,7 +45,7 @@ from .cuda import HostCopy, Stream, is_gpu, memory, noticed_waits, pinned, to_de
 from .equivalence import compare
 from .facts import ModelFacts
 from .fingerprint import active_hooks, forget, remember
-from .limits import GRAPH_MEMORY, memory_errors
+from .limits import GRAPH_MEMORY, memory_errors, out_of_memory
 from .logits import CopiedLogits, LogitsRows, packed
 from .transformers import TransformersTarget, head_inputs, run_model
 from .tree_cache import Placement, TreeCache
@@ -63,6 +63,8 @@ NARROWEST = 256
 #: The share of device memory that captured passes may take, and that the cache of an unused store may take, for
 #: models with a share other than ``GRAPH_MEMORY`` (the option graph_memory).
 memory_shares: weakref.WeakKeyDictionary[PreTrainedModel, float] = weakref.WeakKeyDictionary()
+#: The maximum rows of a captured pass, for attentions with larger passes that found no memory when they were checked.
+checked_rows: weakref.WeakKeyDictionary[TreeAttention, int] = weakref.WeakKeyDictionary()
 #: Held during a capture: torch allows one at a time in a process.
 capturing = threading.Lock()
 _Pass = TypeVar("_Pass")
@@ -174,7 +176,8 @@ class CapturedPass:
         """The logits (B, Q, V) of the steps' trees, and the hidden states if any tree needs them, in memory that the
         next step does not overwrite."""
         self.describe(steps)
-        if target.graphs.on_gpu and self._warm and not self._refused and self.graph is None:
+        checked = self.sequences * self.rows <= checked_rows.get(target.attention, MOST_ROWS)
+        if target.graphs.on_gpu and checked and self._warm and not self._refused and self.graph is None:
             self._capture(target)
         self._warm = True
         if self.graph is None:
@@ -192,7 +195,10 @@ class CapturedPass:
     def _capture(self, target: CudaGraphTarget) -> None:
         try:
             captured = target.graphs.capture(lambda: self.evaluate(target))
-        except torch.OutOfMemoryError:
+        except (MemoryError, RuntimeError) as error:
+            # A library that finds no memory invalidates the capture, and the end of the capture raises another error.
+            if not (out_of_memory(error) or out_of_memory(error.__context__)):
+                raise
             # A graph holds on to its memory, so a pass may fit where its graph does not.
             target.graphs.drop_passes(kept=self)
             self._refused = True
@@ -235,19 +241,27 @@ class GraphStore:
         passes: passes by size, the least recently used first.
         stream: the stream of all work on the cache and in the passes. Replays share memory and the workspace of
             matrix products, which the first pass on the stream allocates, so they must not overlap.
-        limit: bytes that the passes may take, and that the cache may take while no target uses it.
+        limit: bytes that the passes and the logits that they share may take, and that the cache may take while no
+            target uses it. All graphs of a store share a memory pool: the memory of a dropped graph is free for later
+            captures, and it returns to the device when all graphs of the store are dropped.
     """
 
     def __init__(self, model: PreTrainedModel, facts: ModelFacts, capacity: int) -> None:
         self.device = model.device
         self.on_gpu = is_gpu(model.device)
         self.stream = Stream(self.device)
-        self.limit = memory_shares.get(model, GRAPH_MEMORY) * memory(self.device)[1]
+        self.limit = graph_limit(model)
         with self.stream.use():
             self.cache = TreeCache(facts.shapes, facts.dtype, self.device, capacity)
         self.passes: dict[Any, Any] = {}
         self._memory_pool: Any = None
         self._logits: dict[int, torch.Tensor] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the passes and of the logits that they share."""
+        passes: int = sum(one.bytes for one in self.passes.values())
+        return passes + sum(shared.nbytes for shared in self._logits.values())
 
     def reserve(self, slots: int, capacity: int) -> None:
         """Ensure room in the cache. If the cache must move, captured passes are dropped first."""
@@ -263,9 +277,10 @@ class GraphStore:
 
     def shared(self, logits: torch.Tensor) -> torch.Tensor:
         """A copy of a pass's logits, in memory shared by all passes with the same number of rows."""
-        if logits.numel() not in self._logits:  # allocated in the uncaptured pass
-            self._logits[logits.numel()] = torch.empty_like(logits)
-        return self._logits[logits.numel()].view(logits.shape).copy_(logits)
+        rows = logits.shape[:-1].numel()
+        if rows not in self._logits:  # allocated in the uncaptured pass
+            self._logits[rows] = torch.empty_like(logits)
+        return self._logits[rows].view(logits.shape).copy_(logits)
 
     def find(self, key: Any, make: Callable[[], _Pass]) -> _Pass:
         """The pass of a size, created on first use."""
@@ -274,7 +289,7 @@ class GraphStore:
         return found
 
     def capture(self, evaluate: Callable[[], Any]) -> tuple[Any, Any, int]:
-        """Capture ``evaluate``, then drop the least recently used passes while all passes exceed ``limit``.
+        """Capture ``evaluate``, then drop the least recently used passes while ``bytes`` exceeds ``limit``.
 
         Returns:
             the graph, the tensors that each replay writes its results to, and the bytes that both take.
@@ -291,11 +306,12 @@ class GraphStore:
             ):
                 results = evaluate()
         taken = max(0, int(before - memory(self.device)[0]))
-        total = taken + sum(one.bytes for one in self.passes.values())
         for key, one in list(self.passes.items()):
-            if total > self.limit and one.graph is not None:
-                total -= one.bytes
+            if taken + self.bytes > self.limit and one.graph is not None:
                 del self.passes[key]
+                for rows in list(self._logits):
+                    if all(other.sequences * other.rows != rows for other in self.passes.values()):
+                        del self._logits[rows]
         return graph, results, taken
 
     def leave(self, idle: list[GraphStore]) -> None:
@@ -305,6 +321,11 @@ class GraphStore:
                 self.drop_passes()
                 self.cache.free()
             idle.append(self)
+
+
+def graph_limit(model: PreTrainedModel) -> float:
+    """Bytes that the captured passes of a model may take, by its share of the device's memory."""
+    return memory_shares.get(model, GRAPH_MEMORY) * memory(model.device)[1]
 
 
 class GraphTarget(TransformersTarget):
@@ -320,7 +341,11 @@ class GraphTarget(TransformersTarget):
         with torch.inference_mode(False), attention.lock:
             if attention.idle:
                 self.graphs: GraphStore = attention.idle.pop()
+                limit = graph_limit(model)
                 with self.graphs.stream.use():
+                    if limit < self.graphs.limit:
+                        self.graphs.drop_passes()  # all of them, so that their memory returns to the device
+                    self.graphs.limit = limit
                     self.graphs.cache.clear()
                     self.graphs.reserve(1, capacity)
             else:
@@ -487,7 +512,7 @@ def _check_captures(
     ) as error:  # a model or a compiler may fail in any way on a pass that it was not designed for
         if isinstance(error, torch.AcceleratorError):
             torch.cuda.synchronize(model.device)  # raises if the device can no longer be used
-        if attention.backend == "triton":
+        if attention.backend == "triton" and not out_of_memory(error):
             warnings.warn(
                 f"the attention kernel does not run here ({summary(error)}); using sdpa, with the same result",
                 RuntimeWarning,
@@ -506,7 +531,8 @@ def host_reads(target: CudaGraphTarget) -> list[str]:
     """File and line of each host read in a pass, which a graph cannot contain; [] on a CPU.
 
     Call it before any capture, because a failed capture leaves the device's random generator unusable. Every bucket
-    of rows is evaluated once before the check, so kernels compile, or fail to, before the first request.
+    of rows is evaluated once before the check, so kernels compile, or fail to, before the first request. Sizes with
+    at least as many rows as one that finds no memory are left out; ``checked_rows`` then has the limit.
     """
     device = target.model.device
     sizes = [*((1, rows) for rows in BUCKETS), (2, BUCKETS[1])]
@@ -516,8 +542,34 @@ def host_reads(target: CudaGraphTarget) -> list[str]:
         passes = [CapturedPass(*size, target.cache.capacity, device) for size in sizes]
         for one in passes:
             one.describe([Step(0, 0, TokenTree(0))])
-            one.evaluate(target)
+        fit = _evaluate_all(target, passes)
         with noticed_waits(device) as found:
-            for one in passes:
-                one.evaluate(target)
+            fit = _evaluate_all(target, fit)
+    if left_out := [one.sequences * one.rows for one in passes if one not in fit]:
+        checked_rows[target.attention] = min(left_out) - 1
+        warnings.warn(
+            f"no memory is left to check passes of {min(left_out)} rows or more; they run uncaptured and slower, "
+            "with the same result",
+            RuntimeWarning,
+            stacklevel=8,
+        )
     return found
+
+
+def _evaluate_all(target: CudaGraphTarget, passes: Sequence[CapturedPass]) -> list[CapturedPass]:
+    """Evaluate passes, except those with as many rows as one that finds no memory. Returns those that fit."""
+    fit: list[CapturedPass] = []
+    too_many = inf
+    for one in passes:
+        rows = one.sequences * one.rows
+        if rows >= too_many:
+            continue
+        try:
+            one.evaluate(target)
+            fit.append(one)
+        except (MemoryError, RuntimeError) as error:
+            if rows == 1 or not out_of_memory(error):
+                raise
+            too_many = rows
+            target.graphs.drop_passes()
+    return fit

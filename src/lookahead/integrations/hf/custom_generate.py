@@ -61,7 +61,8 @@ def generate(
             ``lookahead.as_drafter`` accepts; by default ``Adaptive()``.
         stats: a list; one ``Stats`` per sequence is appended.
         exact: allow only paths on which drafting changes no bit of the logits (docs/exactness.md).
-        graph_memory: on a GPU: share of its memory for captured passes of this model from now on; initially 0.1.
+        graph_memory: on a GPU: share of its memory for captured passes of this model, in this call and later ones;
+            initially 0.1.
         tokenizer: as for ``model.generate``, for ``stop_strings``.
         **model_kwargs: the inputs that transformers prepared for its own loop.
 
