@@ -21,6 +21,7 @@ from .models.gguf_decoded import GGUFCheckpoint, missing_packages
 from .models.gguf_settings import check_file
 from .models.tokenizer import GGUFTokenizer, build_tokenizer
 from .options import LoadOptions
+from .targets.limits import out_of_memory
 
 #: The model included in the package for trying things out (5.5 million parameters), and its name.
 BUNDLED = Path(__file__).parent / "models" / "bundled"
@@ -139,7 +140,9 @@ class Checkpoint:
         # Move the model to its device.
         try:
             return (model if "device_map" in how else model.to(device)).eval()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             size = sum(weight.nbytes for weight in model.parameters()) / 1e9
             raise OutOfMemory(
                 f"the weights of {self.name} ({size:.1f} GB) must fit on {device}; use device='cpu', a smaller "

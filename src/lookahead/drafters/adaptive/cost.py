@@ -20,7 +20,7 @@ import platform
 import sys
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,14 @@ class CostCurve:
     def typical(cls, on_gpu: bool = False) -> CostCurve:
         """The curve for a device that could not be measured because of other work."""
         return cls.unmeasured(on_gpu) if on_gpu else cls({0: TYPICAL}, drafting=0.04)
+
+    def at_least(self, other: CostCurve) -> CostCurve:
+        """This curve with each cost of rows raised to that of another curve."""
+        rows = {
+            context: {number: max(cost, other.cost(number, context)) for number, cost in points.items()}
+            for context, points in self.rows.items()
+        }
+        return replace(self, rows=rows)
 
     def budget(self, sequences: int, captured: bool = False) -> int:
         """The row budget of a pass over this many sequences: as many rows as cost at most ``BUDGET`` plain passes,

@@ -5,8 +5,8 @@ the target's: each step emits the first child of the root, so that the next root
 proposals.
 
 Steps of one row and of k rows alternate, and only the faster half of each counts, because other work on the machine
-slows down individual steps. If even these vary too much, the process uses a typical curve, and the next process
-measures again.
+slows down individual steps. If even these vary too much, the process uses a typical curve, with the measured costs
+where these are larger on a path that is not compiled, and the next process measures again.
 """
 
 from __future__ import annotations
@@ -411,7 +411,8 @@ def curve_of(
 ) -> CostCurve:
     """The cost curve of a loaded model: read from disk, or measured and saved. Also compiles all code.
 
-    Sequences of the same model share it. A measurement that other work disturbed is neither saved nor used.
+    Sequences of the same model share it. A measurement that other work disturbed is not saved, and is used only where
+    rows cost more than on the compiled path.
 
     Args:
         model: a transformers model.
@@ -449,7 +450,10 @@ def _load_or_measure(target: Target, name: str, notice: Callable[[str], None], o
         # Some tokens have NaN logits, which sequences report when they occur, or the model's context is too short.
         return CostCurve.unmeasured(on_gpu)
     if not measured.steady:
-        return CostCurve.typical(on_gpu)
+        typical = CostCurve.typical(on_gpu)
+        # The typical curve is that of the compiled path. Rows of other paths may cost several times as much, which
+        # even a disturbed measurement shows.
+        return typical if on_gpu or target.path == "cpu" else measured.curve().at_least(typical)
     curve = measured.curve()
     with suppress(OSError):  # if the folder cannot be written, the next process measures again
         save_curve(name, curve)
