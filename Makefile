@@ -8,7 +8,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast test-llamacpp vllm test-vllm test-oldest test-readme soak coverage lint style types suite fix bench results gpu-check
+.PHONY: help demo test test-fast test-llamacpp peers vllm test-vllm test-oldest test-readme soak coverage lint style types suite fix bench results gpu-check
 .PHONY: docs docs-serve test-pages dist test-wheel licences clean
 help:
 	@echo "make demo           generate four completions with a real model, coloured by step, and compare speeds"
@@ -28,7 +28,8 @@ help:
 	@echo "make coverage       run all tests and report line coverage"
 	@echo "make bench          run the benchmark on prompts from Python's standard library"
 	@echo "make results        measure every results page and the README's figures again"
-	@echo "                    (DATA=folder of data sets, LIMIT=prompts of each, LLAMACPP_BIN=folder of llama.cpp's programs)"
+	@echo "                    (DATA=folder of data sets, LIMIT=prompts of each)"
+	@echo "make peers          install what make results compares with, except vLLM (make vllm): llama.cpp, compiled here, OpenVINO"
 	@echo "make gpu-check      measure everything that needs a GPU, in ten minutes, and write one page"
 
 # Install torch first and alone, so that TORCH affects only its build.
@@ -67,6 +68,27 @@ test-llamacpp: $(READY)
 	@test -d $(LLAMACPP)/llama_cpp || $(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --target $(LLAMACPP) 'llama-cpp-python>=0.3.36,<0.4' diskcache
 	OMP_NUM_THREADS=1 PYTHONPATH=$(LLAMACPP) $(RUN)/python -m pytest tests/test_llamacpp.py
+
+# What `make results` compares with: llama.cpp's programs, built for this processor from the source in llama-cpp-python's
+# package, that package on the same build, and OpenVINO GenAI. They are kept out of site-packages.
+PEERS := build/peers
+LLAMACPP_SOURCE := $(PEERS)/llama_cpp_python-0.3.36
+LLAMACPP_BIN ?= $(wildcard $(PEERS)/llama.cpp/bin)
+peers: $(PEERS)/.ready
+$(PEERS)/.ready: $(READY)
+	$(RUN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --dest $(PEERS) \
+	  llama-cpp-python==0.3.36
+	tar -xzf $(LLAMACPP_SOURCE).tar.gz -C $(PEERS)
+	cmake -S $(LLAMACPP_SOURCE)/vendor/llama.cpp -B $(PEERS)/llama.cpp -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
+	  -DLLAMA_BUILD_TESTS=OFF
+	cmake --build $(PEERS)/llama.cpp --parallel --target llama llama-bench llama-cli llama-server llama-lookup \
+	  llama-lookahead llama-quantize
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(PEERS)/packages --upgrade \
+	  openvino openvino-genai openvino-tokenizers openvino-telemetry diskcache
+	cp -r $(LLAMACPP_SOURCE)/llama_cpp $(PEERS)/packages/
+	mkdir -p $(PEERS)/packages/llama_cpp_python-0.3.36.dist-info
+	cp $(LLAMACPP_SOURCE)/PKG-INFO $(PEERS)/packages/llama_cpp_python-0.3.36.dist-info/METADATA
+	@touch $@
 
 # vLLM needs other dependency versions, so it gets a separate environment. Its image and audio packages are removed: they must match
 # the torch build, and vLLM runs without them. VLLM=0.28.0 tests the oldest supported version.
@@ -176,7 +198,8 @@ test-readme:
 DATA ?= data
 LIMIT ?= 10
 results: $(READY)
-	$(RUN)/python -m benchmarks.results --data $(DATA) --limit $(LIMIT) $(if $(LLAMACPP_BIN),--llamacpp-bin '$(LLAMACPP_BIN)')
+	PYTHONPATH=$(PEERS)/packages LLAMA_CPP_LIB_PATH=$(LLAMACPP_BIN) \
+	  $(RUN)/python -m benchmarks.results --data $(DATA) --limit $(LIMIT) $(if $(LLAMACPP_BIN),--llamacpp-bin '$(LLAMACPP_BIN)')
 
 bench: $(READY)
 	$(RUN)/python -m lookahead bench --workload stdlib --limit 8 --out build/bench

@@ -76,4 +76,6 @@ class OpenVino(GGUFPeer):
         new = list(self.engine.generate(inputs, config, Recorder()).tokens[0])
         # The output contains the end token even if the streamer did not receive it.
         new = new[: sum(sizes)]
-        return outcome_of(len(prompt), new, [1] * (len(sizes) - 1), sizes, [start, *times])
+        outcome = outcome_of(len(prompt), new, [1] * (len(sizes) - 1), sizes, [start, *times])
+        outcome.knows_rows = not self.lookup
+        return outcome

@@ -151,7 +151,7 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
         "--limit 10 --repeats 3 --no-warm --method prompt-lookup lookahead:15,5,15 adaptive "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf llamacpp-server:build/results/SmolLM2.IQ4_NL.gguf "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-mod "
-        "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-cache openvino-greedy:build/results/SmolLM2.Q4_0.gguf "
+        "openvino-greedy:build/results/SmolLM2.Q4_0.gguf "
         "openvino-lookup:build/results/SmolLM2.Q4_0.gguf --out build/results/bench-packed"
     )
     for name in ("bench-packed-q4_k_m", "bench-packed-sampled"):

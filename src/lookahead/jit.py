@@ -71,7 +71,7 @@ int64 = cast(Callable[[Any], int], np.int64)
 _OPTIONS = {"error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
 #: What a process prints when it compiles for longer than ``PATIENCE``.
 MESSAGE = (
-    "lookahead: compiling for this processor takes some ten seconds; later starts load the code from disk"
+    "lookahead: compiling for this processor takes about 15 seconds; later starts load the code from disk"
 )
 #: Seconds of compilation, or of waiting for it, after which a line says what is going on.
 PATIENCE = 1.0

@@ -127,6 +127,7 @@ class Outcome:
     step_tokens: list[int] = field(default_factory=list)  # tokens of each step
     step_rows: list[int] = field(default_factory=list)  # rows of each step
     step_seconds: list[float] = field(default_factory=list)  # duration of each step
+    knows_rows: bool = True  # False if the library does not report how many tokens it drafts
 
 
 class Method(ABC):

@@ -137,7 +137,9 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
         low=low,
         high=high,
         s_steps=_tokens_of_steps(records) / steps,
-        rows=sum(record["rows"] for record in records) / steps,
+        rows=NAN
+        if any(record["rows"] is None for record in records)
+        else sum(r["rows"] for r in records) / steps,
         equal=sum(compared),
         compared=len(compared),
         timed=len(times),

@@ -247,7 +247,7 @@ def _figures(
         "new_tokens": len(tokens),
         "prefill_tokens": outcome.prefill_tokens,
         "steps": stats.steps,
-        "rows": stats.rows,
+        "rows": stats.rows if outcome.knows_rows else None,
         "prefill_seconds": outcome.prefill_seconds,
         "decode_seconds": sum(outcome.step_seconds),
         "compression_ratio": stats.compression_ratio if stats.steps else None,
