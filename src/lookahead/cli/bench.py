@@ -62,7 +62,10 @@ WORKLOADS = (
     "A JSON-lines file whose rows have prompt or turns, or stdlib: functions of Python's standard library. "
     "Repeat the option for several workloads. [default: stdlib]"
 )
-METHOD = f"{', '.join(DRAFTERS)}, or lookahead:W,N,G (window columns, n-gram size, candidates); a list, or repeat. [default: every method]"
+METHOD = (
+    f"{', '.join(DRAFTERS)}, or lookahead:W,N,G (window columns, n-gram size, candidates); a list, or repeat. "
+    "[default: every method]"
+)
 NO_PLOTS = "no plots, because matplotlib is not installed (pip install matplotlib)"
 
 
