@@ -240,6 +240,14 @@ def test_a_disturbed_measurement_counts_where_rows_cost_more_than_usual(path, co
     assert load_curve("a") is None
 
 
+def test_noise_makes_no_row_cheaper_than_usual():
+    """Between 4 and 8 rows the cost fell, by noise; beyond 8, rows must not be free."""
+    curve = CostCurve({64: {1: 1.0, 4: 3.0, 8: 2.9}}).at_least(CostCurve.typical())
+    assert curve.cost(4) == 3
+    assert curve.cost(64) == CostCurve.typical().cost(64)
+    assert curve.drafting == CostCurve.typical().drafting
+
+
 def test_rows_are_assumed_nearly_free_on_a_gpu():
     assert CostCurve.typical(on_gpu=True).cost(64) == pytest.approx(1.2)
     assert CostCurve.typical().cost(64) > 4

@@ -178,17 +178,17 @@ class Checkpoint:
 
     def _read(self, auto: Any, **keywords: Any) -> Any:
         """``auto.from_pretrained``, whose many errors become one-line ``SettingsError``s."""
-        import torch
-
         try:
             return self._from_pretrained(auto, **keywords)
-        except (torch.OutOfMemoryError, MemoryError):
-            raise SettingsError(f"{self.name} did not fit in memory; use a smaller dtype or model") from None
         except ImportError as error:
             raise SettingsError(
                 f"{self.name} needs a package that is not installed: {first_line(error)}"
             ) from None
         except Exception as error:  # the errors of transformers and its dependencies have no common class
+            if out_of_memory(error):
+                raise SettingsError(
+                    f"{self.name} did not fit in memory; use a smaller dtype or model"
+                ) from None
             if self.gguf is not None:
                 raise SettingsError(f"transformers cannot read {self.name}: {first_line(error)}") from None
             if self.folder is not None:

@@ -77,10 +77,7 @@ class StepCosts:
             plain = spent[start : start + counted : 2]
             if not start // whole:
                 measured.add((1, 0, 1), plain)
-            point = 1, 0, self._plan[start + 1]
-            measured.add(point, spent[start + 1 : start + counted : 2], plain)
-            # A row that saves time is noise, and a curve of costs below zero is an error.
-            measured.seconds[point] = max(measured.seconds[point], measured.seconds[1, 0, 1])
+            measured.add((1, 0, self._plan[start + 1]), spent[start + 1 : start + counted : 2], plain)
         self._curves[group] = measured.curve()
         del self._seconds[group]
         if measured.steady:

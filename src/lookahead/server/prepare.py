@@ -10,6 +10,7 @@ import torch
 
 from .. import __version__
 from ..core import Drafter, Request, SettingsError
+from ..core.errors import first_line
 from ..core.verify import as_choose
 from ..drafters import as_drafter
 from ..engine.prompts import encode
@@ -153,7 +154,8 @@ class Preparer:
                 messages, add_generation_prompt=True, return_dict=False, **variables
             )
         except Exception as error:  # templates raise errors of many types
-            raise SettingsError(f"messages: the chat template rejects them: {error}") from None
+            given = " and ".join(["messages", *(name for name in variables if name == "reasoning_effort")])
+            raise SettingsError(f"{given}: the chat template rejects them: {first_line(error)}") from None
         return self.encode(list(chat), "messages")
 
     def _fingerprint(self) -> str:

@@ -69,7 +69,7 @@ class Settings(MachineOptions, DrafterOptions):
         None,
         "Maximum rows of all trees in one pass; drafting scales back under load. By default, as many as the cost "
         "curve of this model and machine allows in the time of two plain passes, and at least 64; with captured "
-        "passes on a GPU, at most what one padded pass holds.",
+        "passes on a GPU, at most what one padded pass of equal trees holds.",
         COUNT,
     )
     prompt_rows: int = option(

@@ -196,8 +196,7 @@ class CapturedPass:
         try:
             captured = target.graphs.capture(lambda: self.evaluate(target))
         except (MemoryError, RuntimeError) as error:
-            # A library that finds no memory invalidates the capture, and the end of the capture raises another error.
-            if not (out_of_memory(error) or out_of_memory(error.__context__)):
+            if not out_of_memory(error):
                 raise
             # A graph holds on to its memory, so a pass may fit where its graph does not.
             target.graphs.drop_passes(kept=self)
@@ -293,6 +292,9 @@ class GraphStore:
 
         Returns:
             the graph, the tensors that each replay writes its results to, and the bytes that both take.
+
+        Raises:
+            MemoryError, RuntimeError: out of memory (``out_of_memory``), or the capture failed.
         """
         if self._memory_pool is None:
             self._memory_pool = torch.cuda.graph_pool_handle()
@@ -300,11 +302,17 @@ class GraphStore:
             torch.cuda.empty_cache()  # as torch does when a capture begins
             graph = torch.cuda.CUDAGraph()
             before, _ = memory(self.device)
-            # Other threads may allocate memory during the capture.
-            with torch.cuda.graph(
-                graph, self._memory_pool, self.stream.cuda, capture_error_mode="thread_local"
-            ):
-                results = evaluate()
+            try:
+                # Other threads may allocate memory during the capture.
+                with torch.cuda.graph(
+                    graph, self._memory_pool, self.stream.cuda, capture_error_mode="thread_local"
+                ):
+                    results = evaluate()
+            except RuntimeError as error:
+                # A library that finds no memory invalidates the capture, whose end then raises another error.
+                if error.__context__ is not None and out_of_memory(error.__context__):
+                    raise error.__context__ from None
+                raise
         taken = max(0, int(before - memory(self.device)[0]))
         for key, one in list(self.passes.items()):
             if taken + self.bytes > self.limit and one.graph is not None:

@@ -46,7 +46,7 @@ MOST_CAPTURED = 64
 #: The curve of 4-bit weights on two cores with AVX-512, for processes whose measurement other work disturbs.
 TYPICAL = {1: 1.0, 2: 1.08, 4: 1.2, 8: 1.7, 16: 2.8, 64: 9.5}
 #: Format of the file; also incremented when a change makes compiled passes faster or slower.
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,13 @@ class CostCurve:
         return cls.unmeasured(on_gpu) if on_gpu else cls({0: TYPICAL}, drafting=0.04)
 
     def at_least(self, other: CostCurve) -> CostCurve:
-        """This curve with each cost of rows raised to that of another curve."""
+        """This curve with the cost of rows and of drafting raised to those of another curve."""
+        others = {number for points in other.rows.values() for number in points}
         rows = {
-            context: {number: max(cost, other.cost(number, context)) for number, cost in points.items()}
+            context: {k: max(self.cost(k, context), other.cost(k, context)) for k in others.union(points)}
             for context, points in self.rows.items()
         }
-        return replace(self, rows=rows)
+        return replace(self, rows=rows, drafting=max(self.drafting, other.drafting))
 
     def budget(self, sequences: int, captured: bool = False) -> int:
         """The row budget of a pass over this many sequences: as many rows as cost at most ``BUDGET`` plain passes,

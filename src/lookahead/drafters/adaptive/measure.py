@@ -6,7 +6,7 @@ proposals.
 
 Steps of one row and of k rows alternate, and only the faster half of each counts, because other work on the machine
 slows down individual steps. If even these vary too much, the process uses a typical curve, with the measured costs
-where these are larger on a path that is not compiled, and the next process measures again.
+where these are larger on a CPU without the compiled path, and the next process measures again.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Measurement:
         plain = self.seconds[1, shortest, 1]
         for (batch, context, number), seconds in sorted(self.seconds.items()):
             if batch == 1:
-                more = seconds / self.seconds[1, context, 1] - 1
+                more = max(0.0, seconds / self.seconds[1, context, 1] - 1)  # a row that saves time is noise
                 rows.setdefault(context, {})[number] = 1 + self.sustained * more
             elif number == 1:
                 sequences[batch] = seconds / plain
@@ -411,8 +411,8 @@ def curve_of(
 ) -> CostCurve:
     """The cost curve of a loaded model: read from disk, or measured and saved. Also compiles all code.
 
-    Sequences of the same model share it. A measurement that other work disturbed is not saved, and is used only where
-    rows cost more than on the compiled path.
+    Sequences of the same model share it. A measurement that other work disturbed is not saved, and is used only on
+    a CPU without the compiled path, where its rows cost more than typical ones.
 
     Args:
         model: a transformers model.
