@@ -70,21 +70,21 @@ test-llamacpp: $(READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(LLAMACPP) $(RUN)/python -m pytest tests/test_llamacpp.py
 
 # What `make results` compares with: llama.cpp's programs, built for this processor from the source in llama-cpp-python's
-# package, that package on the same build, and OpenVINO GenAI. They are kept out of site-packages.
+# package, that package on the same build, and OpenVINO GenAI. They are kept out of site-packages. It needs cmake and g++.
 PEERS := build/peers
 LLAMACPP_SOURCE := $(PEERS)/llama_cpp_python-0.3.36
 LLAMACPP_BIN ?= $(wildcard $(PEERS)/llama.cpp/bin)
 peers: $(PEERS)/.ready
 $(PEERS)/.ready: $(READY)
-	$(RUN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --dest $(PEERS) \
+	$(RUN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python --dest $(PEERS) \
 	  llama-cpp-python==0.3.36
 	tar -xzf $(LLAMACPP_SOURCE).tar.gz -C $(PEERS)
 	cmake -S $(LLAMACPP_SOURCE)/vendor/llama.cpp -B $(PEERS)/llama.cpp -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
-	  -DLLAMA_BUILD_TESTS=OFF
-	cmake --build $(PEERS)/llama.cpp --parallel --target llama llama-bench llama-cli llama-server llama-lookup \
+	  -DLLAMA_BUILD_TESTS=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+	cmake --build $(PEERS)/llama.cpp --parallel $$(getconf _NPROCESSORS_ONLN) --target llama llama-bench llama-cli llama-server llama-lookup \
 	  llama-lookahead llama-quantize
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(PEERS)/packages --upgrade \
-	  openvino openvino-genai openvino-tokenizers openvino-telemetry diskcache
+	  openvino==2026.4.1 openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 openvino-telemetry diskcache
 	cp -r $(LLAMACPP_SOURCE)/llama_cpp $(PEERS)/packages/
 	mkdir -p $(PEERS)/packages/llama_cpp_python-0.3.36.dist-info
 	cp $(LLAMACPP_SOURCE)/PKG-INFO $(PEERS)/packages/llama_cpp_python-0.3.36.dist-info/METADATA
@@ -198,7 +198,7 @@ test-readme:
 DATA ?= data
 LIMIT ?= 10
 results: $(READY)
-	PYTHONPATH=$(PEERS)/packages LLAMA_CPP_LIB_PATH=$(LLAMACPP_BIN) \
+	$(if $(wildcard $(PEERS)/.ready),PYTHONPATH=$(PEERS)/packages LLAMA_CPP_LIB_PATH=$(PEERS)/llama.cpp/bin) \
 	  $(RUN)/python -m benchmarks.results --data $(DATA) --limit $(LIMIT) $(if $(LLAMACPP_BIN),--llamacpp-bin '$(LLAMACPP_BIN)')
 
 bench: $(READY)

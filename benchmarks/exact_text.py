@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -179,7 +180,7 @@ def body(lines: list[dict[str, Any]]) -> list[str]:
         )
     heads = ["mode", "temperature", "texts that differ", "tokens", "tokens per step"]
     heads += ["processor ms per token, plain", "drafted"]
-    text = ["bfloat16, several texts at a time:", "", markdown_table(heads, rows), ""]
+    text = ["Several texts at a time:", "", markdown_table(heads, rows), ""]
 
     costs = []
     for line in lines:
@@ -243,7 +244,7 @@ def main() -> None:
             measured = measure_cost(llm, settings) if "cost" in settings else measure_texts(llm, settings)
             spent += perf_counter() - begin
             size += part
-            saved[key] = {"key": key} | environment() | settings | measured
+            saved[key] = {"key": key, "load": os.getloadavg()[0]} | environment() | settings | measured
             out.write(saved[key])
             left = sum(job[1] for job in todo[number + 1 :]) * spent / size
             print(
@@ -254,7 +255,9 @@ def main() -> None:
 
     # Write the page.
     lines = [saved[key] for key, _, _ in jobs]
-    both = {"model": "SmolLM2-135M-Instruct and a 0.5B shape", "dtype": "bfloat16 and float32"}
+    name = Path(given.model or "SmolLM2-135M-Instruct").name
+    both = {"model": f"{name} and a 0.5B shape", "dtype": f"{given.dtype}, cost also in float32"}
+    both["load"] = max(line["load"] for line in lines)
     require_one_origin(line | both for line in lines)
     title = "Exact mode: texts that differ, and what it costs"
     write_page(given.out, title, lines[0] | both | {"path": "transformers"}, lines, body(lines))

@@ -4,9 +4,10 @@
     llamacpp-server:FILE           another file
     llamacpp-server:FILE:MODE      with drafts: a value of --spec-type without a draft model, such as ngram-mod
 
-The environment variable LLAMACPP_BIN names the folder of llama.cpp's programs. One server for each method runs until
-the process ends. Tokens, passes and seconds are those that the server reports, so HTTP costs it nothing. It reports
-totals, so the passes of a completion are given equal shares.
+The environment variable LLAMACPP_BIN names the folder of llama.cpp's programs. One server runs until the process
+ends; with drafts, each completion has a server of its own, because some modes remember earlier completions and ours
+start afresh. Tokens, passes and seconds are those that the server reports, so neither HTTP nor its start counts. It
+reports totals, so the passes of a completion are given equal shares.
 """
 
 from __future__ import annotations
@@ -90,21 +91,44 @@ class LlamaServer(Method):
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
         if options.temperature:
             raise SettingsError(f"{self.label} is greedy, got temperature {options.temperature:g}")
-        if self._client is None:
-            address = _open.enter_context(running(self._words, "/health"))
-            self._client = _open.enter_context(httpx.Client(base_url=address, timeout=600))
-        body = {"prompt": list(prompt), "n_predict": options.max_new_tokens, "temperature": 0}
-        body |= {"cache_prompt": False, "return_tokens": True}
-        answer: dict[str, Any] = self._client.post("/completion", json=body).raise_for_status().json()
+        if len(prompt) + options.max_new_tokens > CONTEXT:
+            raise SettingsError(
+                f"{self.label} has {CONTEXT} positions, got {len(prompt)} prompt tokens and {options.max_new_tokens} "
+                "new ones; leave the prompt out"
+            )
+        if self.mode:
+            with (
+                running(self._words, "/health") as address,
+                httpx.Client(base_url=address, timeout=600) as own,
+            ):
+                complete(own, prompt[:8], 8)  # not counted: the first pass of a server is slower
+                answer = complete(own, prompt, options.max_new_tokens)
+        else:
+            if self._client is None:
+                address = _open.enter_context(running(self._words, "/health"))
+                self._client = _open.enter_context(httpx.Client(base_url=address, timeout=600))
+            answer = complete(self._client, prompt, options.max_new_tokens)
         return outcome_of_answer(answer, len(prompt), min(model.eos, default=0))
+
+
+def complete(client: httpx.Client, prompt: Sequence[int], new_tokens: int) -> dict[str, Any]:
+    """The server's answer to a prompt of token ids."""
+    body = {"prompt": list(prompt), "n_predict": new_tokens, "temperature": 0}
+    body |= {"cache_prompt": False, "return_tokens": True}
+    answer: dict[str, Any] = client.post("/completion", json=body).raise_for_status().json()
+    return answer
 
 
 def outcome_of_answer(answer: dict[str, Any], prompt_tokens: int, eos: int) -> Outcome:
     """The cost that llama-server reports. The first token comes from the prefill."""
     timings = answer["timings"]
     count = int(timings["predicted_n"])
-    tokens = [*answer["tokens"], *[eos] * (count - len(answer["tokens"]))]  # it returns no end token
-    steps = count - 1 - int(timings.get("draft_n_accepted", 0))
+    tokens = [
+        *answer["tokens"],
+        *[eos] * (count - len(answer["tokens"])),
+    ]  # some versions return no end token
+    # If the end token was drafted, it counts as accepted, and the pass has no other token.
+    steps = max(count - 1 - int(timings.get("draft_n_accepted", 0)), min(1, count - 1))
     rows = shares(steps + int(timings.get("draft_n", 0)), steps)
     sizes = [1, *shares(count - 1, steps)]
     prefill = timings["prompt_ms"] / 1e3
