@@ -4,6 +4,7 @@ import gc
 import importlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,10 @@ from hypothesis import HealthCheck, settings
 # Imported modules are never freed, and each garbage collection spends a quarter of a second visiting them.
 # It is off until the tests are collected, and ignores these objects afterwards (pytest_collection_finish).
 gc.disable()
+
+# A shell without job control starts background jobs with SIGINT ignored, and tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test may depend on how busy the machine is.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
