@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lookahead.bench.record import describe, was_busy
+from lookahead.bench.report import spelled_out
 from lookahead.cli.bench import command_line
 
 
@@ -28,18 +29,10 @@ def write_page(
     program = f"python -m benchmarks.{Path(sys.argv[0]).stem}"
     command = command_line(sys.argv[1:], program)
     where = describe(record)
-    text = [
-        f"# {title}",
-        "",
-        f"`{command}`",
-        "",
-        f"{where}. {was_busy([dict(record)])}".strip(),
-        "",
-        *body,
-        "",
-    ]
+    about = f"{where}. {was_busy([dict(record)])}".strip()
+    text = spelled_out("\n".join([f"# {title}", "", f"`{command}`", "", about, "", *body, ""]))
     facts = {"command": command, "where": where, "figures": figures, **more}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    out.with_suffix(".md").write_text("\n".join(text), encoding="utf-8")
-    return "\n".join(text)
+    out.with_suffix(".md").write_text(text, encoding="utf-8")
+    return text

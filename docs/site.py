@@ -40,17 +40,6 @@ ANIMATED = re.compile(r"^\[!\[([^\[\]]*)\]\([^)\s]+\)\]\(([^)#\s]+\.html)(#[^)\s
 OTHER_LANGUAGE = re.compile(r"^\[(?:中文|English)\]\(([^)\s]+)\.md\)\n\n", re.M)
 #: Words that tests read behind the language of a block; a highlighter takes such a line for no fence.
 MARKED = re.compile(r"^```(\w+) [\w -]+$", re.M)
-#: Letters of measured pages, and what they stand for; the site says so below the title of a page that has them.
-LETTERS = {
-    "S": "tokens per step, the bonus token included",
-    "W": "columns of the window",
-    "N": "tokens of an n-gram",
-    "G": "candidates of a step",
-    "T": "temperature",
-    "V": "size of the vocabulary",
-}
-#: Code, in blocks and in sentences, and the addresses of links.
-NO_PROSE = re.compile(r"^(`{3,}).*?^\1|`[^`\n]+`|(?<=\])\([^)\s]*\)", re.S | re.M)
 #: Where the page of the command line has its commands.
 COMMANDS = "<!-- commands -->"
 #: What of docs/ the site does not have.
@@ -85,9 +74,6 @@ def on_the_site(source: Path, out: Path) -> str:
     frame = rf'<iframe class="animated" src="\2{language}\3" title="\1"></iframe>'
     text = ANIMATED.sub(frame, text)
 
-    if source.parent == DOCS / "results":
-        text = re.sub(r"^# .*\n", lambda title: f"{title[0]}{legend(text)}", text, count=1, flags=re.M)
-
     def turn(match: re.Match[str]) -> str:
         picture, words, link, mark = match[1], match[2], match[3], match[4] or ""
         path = (source.parent / link).resolve()
@@ -106,13 +92,6 @@ def on_the_site(source: Path, out: Path) -> str:
         return f'<a href="{built}{language if built.endswith("replay.html") else ""}{mark}">{words}</a>'
 
     return LINK.sub(turn, text)
-
-
-def legend(text: str) -> str:
-    """A paragraph with the letters that a page uses; "" if it uses none."""
-    prose = NO_PROSE.sub("", text)
-    used = [letter for letter in LETTERS if re.search(rf"(?<![\w.'/-]){letter}(?![\w'.-]|/s)", prose)]
-    return f"\n{'; '.join(f'{letter}: {LETTERS[letter]}' for letter in used)}.\n" if used else ""
 
 
 def address_of(path: Path, out: Path) -> str:

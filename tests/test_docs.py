@@ -14,6 +14,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from lookahead.bench.report import NO_PROSE, spelled_out
 from lookahead.cli import app
 from lookahead.cli.bench import MEASURE
 from lookahead.drafters import as_drafter
@@ -208,20 +209,33 @@ def gathered(tmp_path_factory):
 
 
 def test_letters_are_spelled_out_at_their_first_use(gathered):
-    site, folder = gathered
+    _, folder = gathered
     pages = [path for name in ("docs", "docs-zh") for path in (folder / name).rglob("*.md")]
     others = {"files", "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md", "glossary.md"}
     own = [p for p in pages if not others & set(p.parts)]
     assert len(own) > 70
     for path in own:
         language = "_zh" if "docs-zh" in path.parts else ""
-        prose = site.NO_PROSE.sub("", path.read_text(encoding="utf-8"))
+        prose = NO_PROSE.sub("", path.read_text(encoding="utf-8"))
         for letter in "SQWNG":
             first = re.search(rf"(?<![\w.'/-]){letter}(?![\w'.-]|/s)", prose)
             if first is not None and "cli.md" not in path.name:
                 near = prose[max(0, first.start() - 70) : first.end() + 70]
                 where = f"{path.relative_to(folder)}: {letter}: {near}"
                 assert re.search(SPELLED_OUT[letter + language], near), where
+
+
+def test_measured_pages_spell_out_their_letters():
+    page = "# Title\n\nW is 5 and `G` code.\n\n| T | S |\n\nT: temperature.\n"
+    line = "S: tokens per step, the bonus token included; W: columns of the window; T: temperature."
+    assert spelled_out(page) == page.replace("# Title\n", f"# Title\n\n{line}\n")
+    assert (
+        spelled_out("# Title\n\nS is tokens per pass.\n\n| S |\n")
+        == "# Title\n\nS is tokens per pass.\n\n| S |\n"
+    )
+    for path in (DOCS / "results").glob("*.md"):
+        text = path.read_text()
+        assert spelled_out(text) == text, path.name
 
 
 def test_the_site_has_every_page(gathered):

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from lookahead.bench.methods import PLAIN, Method, ModelUnderTest, RunOptions
 from lookahead.bench.record import Record, Records, describe, was_busy
-from lookahead.bench.report import figures, summarise, unequal_text
+from lookahead.bench.report import figures, spelled_out, summarise, unequal_text
 from lookahead.bench.run import Progress, run
 from lookahead.bench.workloads import Prompt
 from lookahead.records import finite
@@ -137,9 +137,8 @@ def page_text(name: str, head: Head, records: Sequence[Record], page: Page) -> s
         "Every compared text is equal to plain decoding."
     ]
     lines += [*page.body, "", *filter(None, notes)]
-    return "\n".join(
-        [*lines, "", "## What differs from the paper", "", *(f"- {t}" for t in page.differs), ""]
-    )
+    lines += ["", "## What differs from the paper", "", *(f"- {t}" for t in page.differs), ""]
+    return spelled_out("\n".join(lines))
 
 
 def page_facts(head: Head, records: Sequence[Record], page: Page) -> str:
