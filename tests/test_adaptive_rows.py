@@ -4,16 +4,24 @@ import random
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
+from families import tiny_model
+from lookahead.bench import step_cost
 from lookahead.core import Request, Start, TokenTree
+from lookahead.core.target import positions_left
 from lookahead.drafters import Adaptive, Plain
+from lookahead.drafters.adaptive import measure
 from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.drafters.adaptive.memory import NODE, SIZES, STEP
 from lookahead.drafters.adaptive.rows import EXPLORATION, RowRule, choose, pays, window_pays
+from lookahead.engine.admission import Admission
+from lookahead.integrations.llamacpp.library import Weights
+from lookahead.targets.paths import make_target
 from lookahead.testing import FakeTarget, repetitive_text, run
 
 FLAT = CostCurve({0: {1: 1.0, 64: 1.2}})
@@ -202,3 +210,51 @@ def test_in_a_batch_the_curve_is_read_at_the_rows_of_all():
     run(target, [Request([1, 2, 3], Kept(), 200, cost_curve=CPU) for _ in range(16)])
     together = [max(state.rows) for state in Kept.states]
     assert max(alone) > max(together)
+
+
+# ---- which sizes are measured, and on what
+
+
+@pytest.mark.parametrize(("family", "path"), [("llama", "exact"), ("mamba", "plain")])
+def test_positions_are_not_the_depth_of_a_tree(family, path):
+    """Exact mode limits the depth of a tree, and other targets allow no tree."""
+    target = make_target(tiny_model(family, initializer_range=0.1, max_position_embeddings=1024), path=path)
+    target.prefill([(0, [3] * 900)])
+    assert target.depth_limit(0) < 100
+    assert positions_left(target, 0) == 1024 - 1 - 900
+
+
+def test_the_cost_of_steps_in_exact_mode_is_measured():
+    model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=1024)
+    target = make_target(model, path="exact")
+    measured = measure.measure(target, rows=(4,), contexts=(64,), sequences=(), rounds=2)
+    assert set(measured.seconds) == {(1, 64, 1), (1, 64, 4)}
+    points = []
+    tested = SimpleNamespace(target=target, name="it", dtype="float32", max_positions=1024)
+    records = step_cost.measure(tested, (64, 1020), (1, 4), lambda *given: points.append(given))
+    assert [(record["context"], record["rows"]) for record in records] == [(64, 1), (64, 4)]
+
+
+@pytest.mark.parametrize(
+    ("offload", "layers", "device", "gpu"),
+    [
+        (True, None, "GPU", True),
+        (True, -1, "GPU", True),
+        (True, 30, "GPU", True),
+        (True, 29, "GPU and CPU", False),
+        (True, 0, "CPU", False),
+        (False, None, "CPU", False),
+    ],
+)
+def test_llama_cpp_on_a_gpu_has_the_curve_of_a_gpu(monkeypatch, offload, layers, device, gpu):
+    weights = object.__new__(Weights)
+    weights.library = SimpleNamespace(llama_supports_gpu_offload=lambda: offload)
+    weights.options, weights.layers = SimpleNamespace(n_gpu_layers=layers), 30
+    assert weights.device == device
+    model = SimpleNamespace(device="cpu", runs_on=weights.runs_on)  # the logits are on the CPU
+    admission = Admission(model, SimpleNamespace(mode="tree"), FakeTarget)
+    assert admission.row_budget(1) == (256 if gpu else 64)
+    target = FakeTarget(4000)
+    target.runs_on = weights.runs_on
+    measured = measure.measure(target, rows=(2,), contexts=(8,), sequences=(), rounds=1)
+    assert measured.sustained == (1.0 if gpu else measure.SUSTAINED)

@@ -364,13 +364,13 @@ def test_a_full_row_budget_fits_in_one_captured_pass(sequences):
     assert curve.budget(sequences) == sequences * (cost.MOST_ROWS // sequences)
 
 
-@pytest.mark.parametrize(("path", "budget"), [("cuda-graph", 5 * 32), ("cpu", 5 * 51)])
-def test_the_row_budget_depends_on_the_path(toy, monkeypatch, path, budget):
+@pytest.mark.parametrize(("captures", "budget"), [(True, 5 * 32), (False, 5 * 51)])
+def test_the_row_budget_depends_on_whether_passes_are_captured(toy, monkeypatch, captures, budget):
     llm = lookahead.load(toy, drafter="adaptive")
     monkeypatch.setattr(measure, "curve_of", lambda *given: CostCurve({0: {1: 1.0, 64: 1.0}}))
     admission = Admission(llm.model, llm.probe, llm.target)
     target = FakeTarget()
-    target.path = path
+    target.captures = captures
     admission(llm.prepare([5, 6, 7], Options(max_new_tokens=2)), target)
     assert admission.row_budget(5) == budget
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 
+from ..core.target import positions_left
 from ..drafters.adaptive.measure import measure as measure_steps
 from ..drafters.adaptive.measure import positions_needed
 from ..records import RecordWriter
@@ -39,10 +40,10 @@ def measure(
     target = model.target
     common = {"model": model.name, "dtype": model.dtype, "path": target.path} | environment()
     target.prefill([(0, [0])])
-    below_root = target.depth_limit(0)  # 0 if the target evaluates one row per step
+    drafts = target.depth_limit(0) > 0  # else the target evaluates one row per step
+    positions = positions_left(target, 0) or model.max_positions
     target.release(0)
-    counts = [k for k in rows if k == 1 or below_root]
-    positions = below_root or model.max_positions
+    counts = [k for k in rows if k == 1 or drafts]
     points: list[tuple[int, int]] = []
     for t in contexts:
         fitting = [k for k in counts if t + k <= model.max_positions]

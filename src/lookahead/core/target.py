@@ -16,6 +16,8 @@ BIT_EQUAL = "bit-equal by construction"
 CHECKED = "bit-equal, as checked at load"
 #: Rounding depends on the number of rows in a step, so a near tie may be resolved differently.
 UP_TO_ROUNDING = "equal up to rounding"
+#: The most rows and sequences of a captured pass, which is padded to a power of two of both.
+MOST_ROWS, MOST_SEQUENCES = 256, 64
 
 
 class Scores(Protocol):
@@ -56,8 +58,8 @@ class Target(Protocol):
         promise: how a sequence compares with plain decoding: one of the constants above, or "" if unknown.
         reason: why this path was chosen, in one line.
         vocabulary: V.
-        captures: (optional) whether the second step of each size captures a graph, so that only later steps show the
-            time of that size.
+        captures: (optional) whether steps are padded to few sizes and the second step of each size is captured. So
+            only later steps show the time of that size, and every sequence costs as many rows as the largest tree.
     """
 
     path: str
@@ -95,6 +97,16 @@ class Target(Protocol):
         Limited by the model's last position, and by any length at which the model changes its rotary embedding.
         """
         ...
+
+
+def positions_left(target: Target, slot: int) -> int:
+    """The number of positions after a slot's committed tokens, minus one for the root of the next tree.
+
+    This is its ``depth_limit``, except for targets whose depth has another limit, which have a method
+    ``positions_left``.
+    """
+    left: int = getattr(target, "positions_left", target.depth_limit)(slot)
+    return left
 
 
 @runtime_checkable

@@ -53,7 +53,7 @@ class Admission:
         self._captured = False
 
     def __call__(self, request: Request, target: Target) -> Request:
-        self._captured = target.path == "cuda-graph"
+        self._captured = getattr(target, "captures", False)
         if self._probed.mode == "plain":
             request = replace(request, drafter=Plain())
         if request.drafter.needs_cost_curve and request.cost_curve is None:
@@ -77,7 +77,9 @@ class Admission:
 
     @property
     def _on_gpu(self) -> bool:
-        return str(self._model.device).startswith("cuda")
+        from ..drafters.adaptive.cost import runs_on_gpu
+
+        return runs_on_gpu(self._model)
 
     def _head(self, wanted: str, path: str) -> Any:
         """The light head with this name. None if it cannot be used; the reason is printed once."""

@@ -22,6 +22,7 @@ import torch
 
 from ..core import NumericalError, OutOfMemory, Scores, Target, TokenTree
 from ..core.errors import first_line, summary
+from ..core.target import positions_left
 from .wire import Link, Message, RankError
 
 _MODULUS = (1 << 61) - 1
@@ -92,6 +93,10 @@ class RankExecutor:
     def depth_limit(self, slot: int) -> int:
         """The remaining depth below the root, after the missing rows."""
         return max(0, self.target.depth_limit(slot) - len(self.missing[slot]))
+
+    def positions_left(self, slot: int) -> int:
+        """The remaining positions below the root, after the missing rows."""
+        return max(0, positions_left(self.target, slot) - len(self.missing[slot]))
 
     def _recompute(self, slot: int) -> None:
         """Evaluate and commit as many missing tokens as one pass can hold."""

@@ -214,6 +214,9 @@ class ParallelTarget:
     def depth_limit(self, slot: int) -> int:
         return self.executor.depth_limit(slot)
 
+    def positions_left(self, slot: int) -> int:
+        return self.executor.positions_left(slot)
+
     def _together(
         self,
         evaluate: Callable[[], Sequence[Scores]],

@@ -89,8 +89,11 @@ class BatchRowsTarget(PlainTarget):
         self._scans = [(module, size) for module, size in sizes if isinstance(size, int)]
 
     def depth_limit(self, slot: int) -> int:
+        return self.positions_left(slot)
+
+    def positions_left(self, slot: int) -> int:
         """Positions left up to the model's last one."""
-        return max(0, self.facts.max_positions - 1 - self.lengths[slot] - len(self._pending[slot]))
+        return max(0, super().positions_left(slot) - len(self._pending[slot]))
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
         self._pending.update((slot, []) for slot, _ in prompts)

@@ -109,15 +109,19 @@ class TransformersTarget(StoredTarget):
         self.lengths = self.cache.lengths
 
     def depth_limit(self, slot: int) -> int:
+        """The positions left, except where a tree would need one set of rotary frequencies per depth."""
+        facts = self.facts
+        changing = facts.rope_type == "dynamic" and self.lengths[slot] >= facts.rope_boundary
+        return 0 if changing else self.positions_left(slot)
+
+    def positions_left(self, slot: int) -> int:
         """Positions left up to the model's last one, or up to where its rotary frequencies change."""
         length = self.lengths[slot]
         facts = self.facts
-        limit = facts.max_positions - 1 - length
+        end = facts.max_positions
         if length < facts.rope_boundary:
-            limit = min(limit, facts.rope_boundary - 1 - length)
-        elif facts.rope_type == "dynamic":
-            limit = 0  # the frequencies change with every token, so a tree would need one set per depth
-        return max(0, limit)
+            end = min(end, facts.rope_boundary)
+        return max(0, end - 1 - length)
 
     @property
     def keeps_prefixes(self) -> bool:
@@ -241,6 +245,10 @@ class PlainTarget:
     def depth_limit(self, slot: int) -> int:
         """Always 0: only the root fits."""
         return 0
+
+    def positions_left(self, slot: int) -> int:
+        """Positions left up to the model's last one."""
+        return max(0, self.facts.max_positions - 1 - self.lengths[slot])
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
         for slot, _ in prompts:

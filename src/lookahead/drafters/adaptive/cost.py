@@ -28,6 +28,7 @@ import numpy as np
 from llvmlite.binding import get_host_cpu_name
 
 from ...core import SettingsError
+from ...core.target import MOST_ROWS, MOST_SEQUENCES
 from ...records import cache_folder
 from ...threads import thread_count
 
@@ -39,10 +40,6 @@ ROW = 0.02
 ROW_ON_GPU = 0.2 / 63
 #: Largest cost of a server's pass, in plain passes of the same sequences.
 BUDGET = 2.0
-#: Largest number of rows of a server's pass.
-MOST_ROWS = 256
-#: Largest number of sequences of a captured pass (``targets.cuda_graphs.BATCHES``).
-MOST_CAPTURED = 64
 #: The curve of 4-bit weights on two cores with AVX-512, for processes whose measurement other work disturbs.
 TYPICAL = {1: 1.0, 2: 1.08, 4: 1.2, 8: 1.7, 16: 2.8, 64: 9.5}
 #: Format of the file; also incremented when a change makes compiled passes faster or slower.
@@ -106,7 +103,7 @@ class CostCurve:
         and at most ``MOST_ROWS`` if each sequence has several rows.
 
         A captured pass is padded to powers of two, and a step beyond ``MOST_ROWS`` padded rows takes two passes. So
-        for up to ``MOST_CAPTURED`` sequences, which is the most that such a pass can have, the budget is so small
+        for up to ``MOST_SEQUENCES`` sequences, which is the most that such a pass can have, the budget is so small
         that equal shares of it fit in one pass:
 
             5 sequences    padded to 8 sequences of MOST_ROWS / 8 = 32 rows, so at most 5 * 32 rows
@@ -114,7 +111,7 @@ class CostCurve:
         The budget also limits drafters with fixed settings such as (15, 5, 15), which do not use the curve. They
         rarely pay off beyond it, because their S is seldom above ``BUDGET``.
         """
-        padded = 1 << (sequences - 1).bit_length() if captured and sequences <= MOST_CAPTURED else sequences
+        padded = 1 << (sequences - 1).bit_length() if captured and sequences <= MOST_SEQUENCES else sequences
         costs, _ = self.table(max(1, MOST_ROWS // padded), 0, sequences)
         return sequences * int(np.searchsorted(costs[1:], BUDGET, side="right"))
 
@@ -175,6 +172,16 @@ def _interpolated(points: Mapping[int, float], at: float) -> float:
     if at > known[after]:
         return points[known[after]] + max(0.0, slope) * (at - known[after])
     return points[known[before]] + slope * (at - known[before])
+
+
+def runs_on(model: Any) -> str:
+    """The type of the device that evaluates the layers of a model, as in "cuda"; "gpu" for any GPU in llama.cpp."""
+    return getattr(model, "runs_on", None) or str(getattr(model, "device", "cpu")).partition(":")[0]
+
+
+def runs_on_gpu(model: Any) -> bool:
+    """Whether rows of a model are assumed to be nearly free until its curve is measured."""
+    return runs_on(model) in ("cuda", "gpu")
 
 
 def machine() -> str:

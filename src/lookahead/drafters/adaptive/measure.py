@@ -24,8 +24,9 @@ import numpy as np
 
 from ... import draws
 from ...core import NumericalError, SettingsError, Start, Target, TokenTree
+from ...core.target import positions_left
 from ...jit import compile_ahead, wait_for_compilation
-from .cost import CostCurve, load_curve, save_curve
+from .cost import CostCurve, load_curve, runs_on, runs_on_gpu, save_curve
 from .draft_state import AdaptiveDraftState
 from .drafter import Adaptive
 from .state import AdaptiveState
@@ -137,7 +138,7 @@ def measure(
     end = perf_counter() + patience
     captured = getattr(target, "captures", False)
     discard = _discarded(target)
-    if captured or _device_of(target) != "cpu":
+    if captured or runs_on(getattr(target, "model", None) or target) != "cpu":
         result.sustained = 1.0
     if rows is None:
         rows = CAPTURED_ROWS if captured else ROWS
@@ -145,7 +146,7 @@ def measure(
 
     # Skip contexts from which the timed steps would run past the model's last position.
     target.prefill([(0, [0])])
-    left = target.depth_limit(0)  # 0 if the target evaluates one row per step; its positions are then unknown
+    left = positions_left(target, 0)  # 0 if unknown
     target.release(0)
     longest = left - positions_needed(target, rows, rounds)
     fitting = [context for context in contexts if context < longest or not left]
@@ -184,11 +185,6 @@ def _discarded(target: Target) -> int:
     """The number of steps of each size that do not count: they compile or allocate; with CUDA graphs, the second one
     captures."""
     return WARM_STEPS + (2 if getattr(target, "captures", False) else 1)
-
-
-def _device_of(target: Target) -> str:
-    """The type of the device that evaluates the steps of a target, as in "cuda"."""
-    return str(getattr(getattr(target, "model", None), "device", "cpu")).partition(":")[0]
 
 
 def _time_context(
@@ -426,7 +422,7 @@ def curve_of(
         wait_for_compilation()
         target = make_target()
         name = model_key(model, cost_path(target))
-        mine[key] = _load_or_measure(target, name, notice, str(model.device).startswith("cuda"))
+        mine[key] = _load_or_measure(target, name, notice, runs_on_gpu(model))
     return mine[key]
 
 

@@ -136,15 +136,23 @@ class Weights:
         self.vocabulary = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.pointer)))
         self.positions = int(lib.llama_model_n_ctx_train(self.pointer))
         self.window = int(lib.llama_model_n_swa(self.pointer))
+        self.layers = int(lib.llama_model_n_layer(self.pointer))
         recurrent = lib.llama_model_is_recurrent(self.pointer) or lib.llama_model_is_hybrid(self.pointer)
         self.trees = not recurrent
         self.sequences = RECURRENT_SEQUENCES if recurrent else SEQUENCES
 
     @property
     def device(self) -> str:
-        """The device that evaluates the model: "GPU" or "CPU"."""
-        on_gpu = self.library.llama_supports_gpu_offload() and self.options.n_gpu_layers != 0
-        return "GPU" if on_gpu else "CPU"
+        """The devices that evaluate the model's layers: "GPU", "CPU", or "GPU and CPU"."""
+        asked = self.options.n_gpu_layers
+        if asked == 0 or not self.library.llama_supports_gpu_offload():
+            return "CPU"
+        return "GPU" if asked is None or not 0 < asked < self.layers else "GPU and CPU"
+
+    @property
+    def runs_on(self) -> str:
+        """For cost curves: "gpu" if no layer is on the CPU, else "cpu"."""
+        return "gpu" if self.device == "GPU" else "cpu"
 
 
 class Context:

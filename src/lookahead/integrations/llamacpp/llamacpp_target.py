@@ -83,6 +83,7 @@ class LlamaCppTarget:
         self.reason = reason
         self._weights = contexts.weights
         self.vocabulary = self._weights.vocabulary
+        self.runs_on = self._weights.runs_on
         self._max_positions = self._weights.positions or NO_LIMIT
         self._lease = contexts.lease()
         weakref.finalize(self, self._lease.end)
@@ -96,8 +97,10 @@ class LlamaCppTarget:
 
     def depth_limit(self, slot: int) -> int:
         """Positions left up to the model's last one; 0 if llama.cpp cannot truncate its memory."""
-        if not self._weights.trees:
-            return 0
+        return self.positions_left(slot) if self._weights.trees else 0
+
+    def positions_left(self, slot: int) -> int:
+        """Positions left up to the model's last one."""
         return max(0, self._max_positions - 1 - self._slots[slot].length)
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:

@@ -35,6 +35,7 @@ class LlamaCppModel(OwnModel):
         options = replace(options, threads=options.threads or thread_count())
         keys, values = options.cache_type_k or KV_TYPE, options.cache_type_v or KV_TYPE
         self.loaded = Weights(file.path, options)
+        self.runs_on = self.loaded.runs_on
         self.weights, self.parameter_count = weights_of(file)
         self._float32 = self.weights == "F32" and keys == values == "f32"
         metadata, loaded = file.metadata, self.loaded
