@@ -573,6 +573,35 @@ def test_a_kernel_that_does_not_compile_leaves_the_path_with_sdpa(monkeypatch):
     assert_same_as_autoregressive(target, PROMPTS[:1], "5,4,7", 20)
 
 
+@pytest.mark.parametrize("fault", ["wrong result", "inputs of the capture"])
+def test_a_wrong_replay_of_a_batched_pass_is_found_at_load(fault, device, monkeypatch):
+    """Replays of single sequences and eager passes are right."""
+    honest, sizes = cuda_graphs.CapturedPass._capture, set()
+
+    def capture(self, target):
+        honest(self, target)
+        if self.sequences == 1:
+            return
+        replay, numbers = self.graph.replay, self.numbers.clone()
+
+        def wrong():
+            sizes.add((self.sequences, self.rows))
+            if fault == "inputs of the capture":
+                self.numbers.copy_(numbers)
+            replay()
+            if fault == "wrong result":
+                self.results[0][1] += torch.randn_like(self.results[0][1])
+
+        self.graph.replay = wrong
+
+    monkeypatch.setattr(cuda_graphs.CapturedPass, "_capture", capture)
+    model = tiny_model("llama", initializer_range=0.1)
+    tree_attention, reason = captured_attention(model, probe(model).facts, "sdpa")
+    assert tree_attention is None
+    assert "logits there differ from those of its own passes" in reason
+    assert sizes == {(2, 16)}  # trees of 8 and 9 rows
+
+
 class HostReads(TorchDispatchMode):
     """Records what a capture forbids: values read or created on the host, and copies between devices."""
 
@@ -699,7 +728,7 @@ def test_without_memory_for_one_row_at_load_the_attention_kernel_is_not_blamed(d
 def test_an_error_of_the_device_is_no_refusal(dead, monkeypatch):
     from lookahead.targets import cuda_graphs as module
 
-    def fail(*given):
+    def fail(*given, **named):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(module, "compare", fail)

@@ -39,10 +39,10 @@ from ..attention import IN_PLACE, get
 from ..attention.bits import pack_bits, word_count
 from ..core import OutOfMemory, Scores, SettingsError, TokenTree
 from ..core.errors import summary
-from ..core.target import UP_TO_ROUNDING
+from ..core.target import MOST_ROWS, MOST_SEQUENCES, UP_TO_ROUNDING
 from .attention_hook import TreeAttention
 from .cuda import HostCopy, Stream, is_gpu, memory, noticed_waits, pinned, to_device
-from .equivalence import compare
+from .equivalence import CapturedTrial, compare
 from .facts import ModelFacts
 from .fingerprint import active_hooks, forget, remember
 from .limits import GRAPH_MEMORY, memory_errors, out_of_memory
@@ -51,11 +51,10 @@ from .transformers import TransformersTarget, head_inputs, run_model
 from .tree_cache import Placement, TreeCache
 
 #: Row buckets of captured passes. Padding is cheap as long as a step is bound by reading the weights.
-BUCKETS = (1, 4, 8, 16, 32, 64, 128, 256)
-#: Sequence buckets of captured passes.
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
-#: Maximum rows in a pass over several sequences; a larger step is divided into several passes.
-MOST_ROWS = 256
+BUCKETS = (1, 4, 8, 16, 32, 64, 128, MOST_ROWS)
+#: Sequence buckets of captured passes. A step that would be padded to more than ``MOST_ROWS`` rows is divided into
+#: several passes.
+BATCHES = (1, 2, 4, 8, 16, 32, MOST_SEQUENCES)
 #: Initial capacity of a cache, in tokens. When a cache grows, passes must be captured again.
 CAPACITY = 1024
 #: Minimum columns for an attention that reads every column it is given; the width is a power of two.
@@ -512,7 +511,7 @@ def _check_captures(
     try:
         if reads := host_reads(CudaGraphTarget(model, facts, attention)):
             return None, f"{name} reads values on the host in its pass ({reads[0]})"
-        result = compare(model, facts, lambda: CudaGraphTarget(model, facts, attention))
+        result = compare(model, facts, lambda: CudaGraphTarget(model, facts, attention), kind=CapturedTrial)
     except OutOfMemory:
         raise
     except (

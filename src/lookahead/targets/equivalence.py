@@ -98,9 +98,11 @@ class Trial:
         name: the name under which the reference logits are remembered.
         controls: rows of the control tree, by kind of fault.
         tolerance: largest error in float32 and float64.
+        repeats: how often each pass of trees is evaluated; the last time counts.
     """
 
     name = "trial"
+    repeats = 1
     controls: tuple[tuple[int, ...], ...] = (WRONG_ANCESTOR, WRONG_POSITION)
     tolerance = 1e-3
 
@@ -144,14 +146,14 @@ class Trial:
         """
         prompts = list(enumerate(self.prompts))
         rows = [scores.row(0).float().cpu() for scores in target.prefill(prompts)]
-        control = _forward(target, [(0, self.control_tree())])
+        control = _forward(target, [(0, self.control_tree())], self.repeats)
         first, second = (list(enumerate(trees)) for trees in self.trees)
-        rows += _forward(target, first)
+        rows += _forward(target, first, self.repeats)
         target.commit([(slot, PATH) for slot, _ in prompts])
-        rows += [row for pair in second for row in _forward(target, [pair])]
+        rows += [row for pair in second for row in _forward(target, [pair], self.repeats)]
         target.commit([(slot, PATH) for slot, _ in prompts])
         for token in self.singles:
-            rows += _forward(target, [(0, TokenTree(token))])
+            rows += _forward(target, [(0, TokenTree(token))], self.repeats)
             target.commit([(0, [0])])
         for slot, _ in prompts:
             target.release(slot)
@@ -203,7 +205,24 @@ class Trial:
         return torch.stack([rows[text] for text in texts])
 
 
-def _forward(target: Target, trees: list[tuple[int, TokenTree]]) -> list[torch.Tensor]:
+class CapturedTrial(Trial):
+    """A trial whose rows come from replays, because the second pass of each size is captured and the third one
+    replays it. In the pass of both sequences, the trees have 8 and 9 rows, so both are padded."""
+
+    name = "trial of replays"
+    repeats = 3
+
+    def __init__(self, facts: PassFacts, number: int, device: str) -> None:
+        super().__init__(facts, number, device)
+        for _, tree in self.trees:
+            token = next(t for t in range(self.vocabulary) if tree.child(3, t) is None)
+            tree.add(token, 3, needs_logits=True)
+
+
+def _forward(target: Target, trees: list[tuple[int, TokenTree]], repeats: int = 1) -> list[torch.Tensor]:
+    slots, given = zip(*trees, strict=True)
+    for _ in range(repeats - 1):  # with exchanged trees, so that the last time has other slots and lengths
+        target.forward(list(zip(slots, given[::-1], strict=True)))
     rows = []
     for scores, (_, tree) in zip(target.forward(trees), trees, strict=True):
         rows += [scores.row(node).float().cpu() for node in tree.needs_logits_nodes()]
