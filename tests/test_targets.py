@@ -217,6 +217,48 @@ def test_without_room_for_any_cache_sequences_wait_until_there_is_room(monkeypat
     assert cache.read(1, 5)[0][0][0, 0, :, 0].tolist() == [100, 101, 102, 103, 0]
 
 
+def test_a_cache_without_memory_asks_only_for_the_slots_in_use(monkeypatch):
+    cache = TreeCache([(2, 4, 4)] * 2, torch.float32, torch.device("cpu"), capacity=256)
+    for slot in range(8):
+        cache.reserve(slot + 1, 4)
+        fill(cache, [slot], [0], 4, 100.0 * slot)
+        cache.lengths[slot] = 4
+    honest, tried = torch.zeros, []
+
+    def zeros(count, slots, heads, capacity, size, **named):
+        tried.append((slots, capacity))
+        if slots > 2:
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        return honest(count, slots, heads, capacity, size, **named)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(torch.AcceleratorError, match="out of memory"):
+        cache.reserve(8, 300)
+    assert cache.bytes == 0
+    for slot in range(2, 8):
+        del cache.lengths[slot]
+    cache.place([1], [4], 1)
+    assert (cache.slots, cache.capacity) == (2, 256)
+    assert cache.read(1, 5)[0][0][0, 0, :, 0].tolist() == [100, 101, 102, 103, 0]
+
+
+def test_a_cache_that_cannot_double_allocates_only_the_slots_in_use(monkeypatch):
+    cache = TreeCache([(2, 4, 4)] * 2, torch.float32, torch.device("cpu"), capacity=256)
+    cache.reserve(8, 4)
+    fill(cache, [1], [0], 4, 0.0)
+    cache.lengths[1] = 4
+    honest = torch.zeros
+
+    def zeros(count, slots, heads, capacity, size, **named):
+        if slots > 2:
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        return honest(count, slots, heads, capacity, size, **named)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    cache.reserve(2, 300)
+    assert (cache.slots, cache.capacity) == (2, 512)
+
+
 @pytest.mark.parametrize("drafter", ["4,4,4", "jacobi:block_size=4", "prompt-lookup"])
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "bloom", "mpt"])
 def test_many_sequences_in_one_pass(family, drafter):

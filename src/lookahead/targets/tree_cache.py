@@ -134,7 +134,7 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
 
         If no slot is in use, the old memory is freed before new memory is taken. Otherwise both exist while sequences
         are copied. If both do not fit, the sequences are staged in host memory; if the doubled size does not fit,
-        only what is needed is allocated.
+        only what the slots in use need is allocated.
 
         Raises:
             RuntimeError: out of memory. The cache is unchanged; or, if not even its old size fits any more, it has no
@@ -142,10 +142,11 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
         """
         waiting = self._contents() if self._waiting else {}
         capacity = max([capacity, *(states.shape[2] for states in waiting.values())])
-        before, wanted = (self.slots, self.capacity), self.grown(slots, capacity)
+        in_use = max([slots, *(slot + 1 for slot in self.lengths)])
+        before, wanted = (self.slots, self.capacity), self.grown(in_use, capacity)
         if wanted == before:
             return
-        least = max(slots, self.slots), max(-(-capacity // STEP) * STEP, self.capacity)
+        least = in_use, max(-(-capacity // STEP) * STEP, self.capacity)
         if self.lengths:
             try:
                 self._replace(wanted, self._filled(*wanted, self._contents()))
@@ -154,7 +155,7 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
                 pass
         sizes = (wanted, least, before) if self.capacity else (wanted, least)
         self._waiting = self._contents(on_host=True)
-        self._storage, self.capacity = {}, 0
+        self._storage, self.slots, self.capacity = {}, 1, 0  # later calls ask only for the slots in use
         error = None
         for size in sizes:
             try:
