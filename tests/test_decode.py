@@ -451,6 +451,30 @@ def test_a_small_row_budget_leaves_rows_for_candidates(budget):
     assert sequence.tokens == budgeted(lambda step: 1000, Plain())[1].tokens
 
 
+@pytest.mark.parametrize("captures", [False, True])
+def test_in_captured_passes_all_trees_count_as_the_largest(captures):
+    """They are padded to it. In other passes, later sequences get the rows that earlier ones leave."""
+
+    class Watched(FakeTarget):
+        def forward(self, trees):
+            passes.append([len(tree) for _, tree in trees])
+            return super().forward(trees)
+
+    passes, budget = [], 5 * 32
+    target = Watched(40)
+    target.captures = captures
+    engine = Engine(lambda: target, row_budget=budget)
+    for prompt, drafter in zip(range(5), [*4 * [Plain()], Lookahead(15, 5, 15)], strict=True):
+        engine.add(Request([prompt, 2, 3, 4, 5, 6], drafter, 100))
+    while engine.busy:
+        engine.step()
+    together = [rows for rows in passes if len(rows) == 5]
+    assert len(together) > 10
+    largest = max(5 * max(rows) for rows in together)
+    assert (largest <= budget) == captures
+    assert max(sum(rows) for rows in together) <= budget
+
+
 @pytest.mark.parametrize("place", ["start", "draft", "overlap", "observe", "stats", "choose", "finished"])
 def test_any_exception_of_one_sequence_ends_it_and_no_other(place):
     def fail(*given):

@@ -98,7 +98,8 @@ class Engine:
         prompt_rows: largest number of prompt rows in one forward pass. A longer prompt is evaluated in chunks
             (chunked prefill); passes over prompts and passes over trees then alternate.
         row_budget: largest number of rows of all trees in one forward pass, or a function from the number of
-            sequences to that number. Every tree keeps its root even if that exceeds the budget.
+            sequences to that number. In captured passes, every tree counts as many rows as the largest. Every tree
+            keeps its root even if that exceeds the budget.
 
     Attributes:
         target: the target; None from a failed forward pass until the next request is admitted.
@@ -399,9 +400,11 @@ class Engine:
                 running = [sequence for sequence in self._decoding if sequence.finish_reason is None]
                 budget = self.row_budget
                 left = budget if isinstance(budget, int) else budget(len(running))
+                # Captured passes pad all trees to the largest, so no tree may exceed an equal share.
+                largest = left // max(1, len(running)) if getattr(target, "captures", False) else left
                 for index, sequence in enumerate(running):
                     # An equal share of the remaining rows, so that unused rows go to later sequences.
-                    share = left // (len(running) - index)
+                    share = min(largest, left // (len(running) - index))
                     with _ended_by_errors(sequence, "the drafter"):
                         tree = self._draft(target, sequence, share, len(running))
                         drafted.append((sequence, tree))
