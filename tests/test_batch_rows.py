@@ -9,8 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import lookahead
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.drafters import Adaptive, Plain, as_drafter
-from lookahead.integrations.hf import refusals
-from lookahead.targets import batch_rows
+from lookahead.targets import batch_rows, paths
 from lookahead.targets.batch_rows import BatchRowsTarget, leaf_paths
 from lookahead.targets.paths import NAMES, make_target, probe
 from lookahead.testing import run
@@ -276,7 +275,7 @@ def test_the_probe_sees_states_that_are_not_copied(monkeypatch):
 
 @pytest.mark.parametrize("family", ONE_ROW)
 def test_models_whose_scan_differs_from_their_recurrence_go_one_row_a_step(family, monkeypatch):
-    monkeypatch.setattr(refusals, "_warned", set())
+    monkeypatch.setattr(paths, "_warned", set())
     found = probe(model_of(family))
     assert found.mode == "plain"
     assert "nor can it evaluate its paths as batch rows (difference" in found.reason

@@ -21,6 +21,7 @@ from lookahead import Adaptive, Lookahead, NGramPool
 from lookahead.core import SettingsError
 from lookahead.integrations.hf import generate, refusals
 from lookahead.sampling import GeneratorNoise, RowNoise
+from lookahead.targets import paths
 from lookahead.targets.paths import make_target
 
 
@@ -280,7 +281,7 @@ def test_dynamically_quantized_layers_are_refused_by_name(family):
 
 
 def test_a_model_that_drafts_nothing_says_so_once(monkeypatch):
-    monkeypatch.setattr(refusals, "_warned", set())
+    monkeypatch.setattr(paths, "_warned", set())
     model = tiny_model("mamba", initializer_range=0.1)
     with pytest.warns(
         UserWarning, match="with plain decoding, without drafts: .* cannot evaluate a token tree"

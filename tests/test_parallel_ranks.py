@@ -63,6 +63,26 @@ def test_load_puts_the_model_on_the_ranks_own_gpu(four_gpus, monkeypatch):
     assert loading._start_ranks(options) == (torch.device("cuda", 2),) * 2
 
 
+@pytest.mark.parametrize("given", [None, "cuda"])
+def test_a_rank_whose_own_gpu_cannot_be_used_says_where_it_comes_from(four_gpus, monkeypatch, given):
+    from lookahead import loading
+    from lookahead.options import LoadOptions
+
+    def zeros(*shape, device):
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(
+        SettingsError,
+        match=r"got 'cuda:2' \(CUDA error: invalid device ordinal\); cuda:2 is this process's own GPU, by its "
+        r"LOCAL_RANK: start fewer processes, or give device='cpu'$",
+    ):
+        loading._start_ranks(LoadOptions(parallel="lookahead", device=given))
+    with pytest.raises(SettingsError, match=r"got 'cuda:1' \(CUDA error: invalid device ordinal\)$"):
+        loading._start_ranks(LoadOptions(parallel="lookahead", device="cuda:1"))
+
+
 def root_row(model, prompt, root, others=0, wrong=None):
     """The root's logits from a pass with other rows; ``wrong`` replaces the last token in the cache."""
     from lookahead.targets.paths import make_target

@@ -24,7 +24,8 @@ from .options import LoadOptions, refuse_unknown
 from .targets.cpu.packed_model import PackedModel, quantizable, quantize_model, read_model
 from .targets.fingerprint import forget
 from .targets.limits import GRAPH_MEMORY
-from .targets.paths import limit_graphs, make_target, probe
+from .targets.own_model import OwnModel
+from .targets.paths import limit_graphs, make_target, probe, warn_about_shortfall
 
 if TYPE_CHECKING:
     import torch
@@ -179,7 +180,9 @@ def load_with(chosen: LoadOptions) -> LLM:
         tokenizer_error=missing,
         prefix_cache=chosen.prefix_cache,
     )
-    if llm.probe.mode == "plain":
+    if not isinstance(model, OwnModel) and (device == "cpu" or llm.probe.mode == "plain"):
+        warn_about_shortfall(model, make_target(model, exact=chosen.exact), f"{llm.name} runs", True, 2)
+    elif llm.probe.mode == "plain":
         warnings.warn(llm.probe.reason, UserWarning, stacklevel=2)
 
     # Join the other ranks.
@@ -284,7 +287,16 @@ def _start_ranks(chosen: LoadOptions) -> tuple[Any, str]:
 
     from .parallel import TIMEOUT, local_device, start
 
-    device = _device(local_device(chosen.device))
+    own = local_device(chosen.device)
+    try:
+        device = _device(own)
+    except SettingsError as error:
+        if own == str(chosen.device):
+            raise
+        raise SettingsError(
+            f"{error}; {own} is this process's own GPU, by its LOCAL_RANK: start fewer processes, or give "
+            "device='cpu'"
+        ) from None
     return start(timeout=timeout if timeout is not None else TIMEOUT, device=torch.device(device)), device
 
 

@@ -122,6 +122,25 @@ def shortfall(model: Any, target: Target) -> str:
     return ""
 
 
+#: Shortfalls that a warning was given about: (type of the model, how it runs).
+_warned: set[tuple[str, str]] = set()
+
+
+def warn_about_shortfall(model: Any, target: Target, who: str, again: bool, stacklevel: int) -> None:
+    """Warn about a model's ``shortfall``, if it has one.
+
+    Args:
+        who: the first words of the message.
+        again: whether to repeat a warning that was given about such a model.
+        stacklevel: as in ``warnings.warn``, from the caller on.
+    """
+    how = shortfall(model, target)
+    key = type(model).__name__, how
+    if how and (again or key not in _warned):
+        _warned.add(key)
+        warnings.warn(f"{who} {how}", UserWarning, stacklevel + 1)
+
+
 def on_gpu(model: PreTrainedModel) -> bool:
     """Whether passes should be captured if possible."""
     return bool(model.device.type == "cuda")

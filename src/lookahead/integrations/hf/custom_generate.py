@@ -20,11 +20,11 @@ from ...core import Engine, LookaheadError, Request, SettingsError, Stats, Targe
 from ...drafters import Adaptive, as_drafter
 from ...engine.admission import Admission
 from ...sampling import GeneratorNoise
-from ...targets.paths import limit_graphs, make_target, probe
+from ...targets.paths import limit_graphs, make_target, probe, warn_about_shortfall
 from .batch_sequence import Criteria, Row, may_draw_ahead, row_processors
 from .caller import DROPPED, CustomGenerate
 from .past_key_values import KeepingTarget, fill_cache
-from .refusals import OTHER_NAMES, refuse, warn_about_slow_path
+from .refusals import OTHER_NAMES, refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -104,7 +104,7 @@ def generate(
 
         precompile()
     target = fresh()
-    warn_about_slow_path(model, target)
+    warn_about_shortfall(model, target, "lookahead.generate runs this model", again=False, stacklevel=2)
     facts = probed.facts
     keeping = KeepingTarget(target) if wants_cache and facts is not None else None
     engine = Engine(

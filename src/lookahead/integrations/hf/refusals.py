@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from ...core import SettingsError, Target
-from ...targets.paths import shortfall
+from ...core import SettingsError
 
 #: Model inputs that transformers prepares for its own loop, and that are not needed here.
 PREPARED = {
@@ -118,16 +116,3 @@ def refuse(
     for condition, what, cure in refused:
         if condition:
             raise SettingsError(f"lookahead.generate does not support {what}; {cure}")
-
-
-#: Warnings already given: (type of the model, reason).
-_warned: set[tuple[str, str]] = set()
-
-
-def warn_about_slow_path(model: Any, target: Target) -> None:
-    """Warn, once per reason, about a model without drafts, or one that cannot use its class's compiled path."""
-    how = shortfall(model, target)
-    name = type(model).__name__
-    if how and (name, how) not in _warned:
-        _warned.add((name, how))
-        warnings.warn(f"lookahead.generate runs this model {how}", UserWarning, stacklevel=3)
