@@ -239,7 +239,7 @@ def test_bench_decodes_in_the_dtype_that_other_commands_choose(monkeypatch, tmp_
     assert asked[0].get("dtype", "auto") == "auto"
 
 
-def test_step_cost_measures_a_file_as_it_packs_its_weights(tmp_path):
+def test_step_cost_measures_a_file_as_it_packs_its_weights(tmp_path, monkeypatch):
     """With --dtype, a message says that decoded weights are used."""
     file = tmp_path / "small.gguf"
     write_gguf(file, "llama", ("Q4_0",), seed=1)
@@ -249,5 +249,11 @@ def test_step_cost_measures_a_file_as_it_packs_its_weights(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "out" / "step-cost.jsonl").read_text().splitlines()]
     assert {record["dtype"] for record in records} == {"Q4_0"}
     assert "decoded weights" not in done.output
+    said = "--dtype float32 measures decoded weights"
     done = invoke(*words, "--dtype", "float32")
-    assert "--dtype float32 measures decoded weights" in " ".join(done.output.split())
+    assert said in " ".join(done.output.split())
+    monkeypatch.setattr("lookahead.checkpoints.default_model", lambda: (tmp_path, "small.gguf"))
+    done = invoke("step-cost", *words[2:], "--dtype", "float32")  # the default model is also such a file
+    assert said in " ".join(done.output.split())
+    write_gguf(file, "llama", ("F32",), seed=1)
+    assert "decoded weights" not in invoke(*words, "--dtype", "float32").output

@@ -172,16 +172,18 @@ def step_cost(
 ) -> None:
     """Measure t(k), the time of a step of k rows."""
     from ..bench import step_cost as cost
+    from ..checkpoints import Checkpoint
 
     draw = can_draw()
     sizes = (numbers(contexts, "--contexts"), numbers(rows, "--rows"))
     records = []
     with progress() as show:
         for name in map(str.strip, dtype.split(",")):
-            model = _load(load, path, dtype=name)
-            if model.gguf is not None and name != "auto":
-                note(f"--dtype {name} measures decoded weights; omit --dtype to measure the packed ones")
-            records += cost.measure(model, *sizes, show)
+            if name != "auto" and (gguf := Checkpoint(load).gguf) is not None and gguf.is_quantized:
+                note(
+                    f"--dtype {name} measures decoded weights; omit --dtype to measure the packed ones on a CPU"
+                )
+            records += cost.measure(_load(load, path, dtype=name), *sizes, show)
     if not records:
         raise SettingsError(
             "no context and number of rows fit this model; give smaller --contexts and --rows"
