@@ -1,46 +1,60 @@
 """Our drafters on the llama.cpp engine alongside llama.cpp's own examples, on the same file, prompts and threads.
 
-    python -m benchmarks.llamacpp_examples --bin llama.cpp/build/bin --model model.gguf --limit 4 --tokens 64
+    python -m benchmarks.llamacpp_examples --bin llama.cpp/build/bin --model model.gguf --limit 4 --repeats 3
 
 ``--bin`` is the folder of llama.cpp's programs: llama-bench (plain decoding), llama-lookup and llama-lookahead are
 run; a custom build may call the last two lookup and lookahead. Each program gets the prompt as text, and must report
 the same number of prompt tokens as ours. S is tokens per pass after the prompt. Greedy; prints a table for each
-workload. If llama-server is there too, its ngram modes (``--spec-type``) are also measured, each completion compared
-with its own plain one.
+workload, with the median and the range over the repeats. If llama-server is there too, its ngram modes
+(``--spec-type``) are also measured, each completion compared with its own plain one. This library's own CPU path
+decodes the same file and prompts. The page is computed from records of each completion, which --out also writes.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
 
 import lookahead
-from lookahead.bench.record import environment
+from lookahead.bench.record import Record, environment
 from lookahead.bench.report import markdown_table
+from lookahead.cli.bench import command_line
 from lookahead.core import SettingsError
 
 from .datasets import load_workload
+from .llamacpp_server import build_of
 from .page import write_page
+from .paper import committed
 from .serve import running
 
-#: What we measure. The triple is the one compiled into llama-lookahead.
+#: What we measure on llama.cpp. The triple is the one compiled into llama-lookahead.
 OURS = ("plain", "adaptive", "prompt_lookup", "15,5,15")
+#: What we measure on our own CPU path.
+OWN_PATH = ("plain", "adaptive")
+BENCH = "llama-bench, plain"
 #: Values of llama-server's ``--spec-type`` without a draft model.
 MODES = ("none", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 ABOUT = (
     "Greedy; the same file, prompts and threads for each. S is tokens per pass after the prompt, tokens/s leave the "
-    "prompt out. llama-bench decodes random tokens after as many as each prompt has. (15,5,15) is the triple that is "
-    "compiled into llama-lookahead. llama-lookup drafts its default of three tokens, ours ten; the server's modes "
-    "have their defaults. llama-lookup and llama-lookahead print no token ids, so their texts cannot be compared."
+    "prompt out: the median over the repeats, with their range. In each repeat, all methods decode each prompt. "
+    "ours: on the llama.cpp engine; ours, CPU path: this library's own kernels. llama-bench decodes random tokens "
+    "after as many as each prompt has. (15,5,15) is the triple that is compiled into llama-lookahead. llama-lookup "
+    "drafts its default of three tokens, ours ten; the server's modes have their defaults. llama-lookup and "
+    "llama-lookahead print no token ids, so their texts cannot be compared."
 )
 #: (tokens, passes, seconds), of one prompt or of all.
 Cost = tuple[int, int, float]
+HEADS = ("", "tokens", "S", "tokens/s", "texts equal to the same engine's plain text")
 
 
 def said(output: str, name: str) -> float:
@@ -143,52 +157,85 @@ def cost_of_answer(answer: dict[str, Any]) -> Cost:
     return tokens, tokens - timings.get("draft_n_accepted", 0), timings["predicted_ms"] / 1e3
 
 
-def measure(arguments: argparse.Namespace, llm: Any, prompts: Sequence[list[int]]) -> list[list[str]]:
-    """Rows of the table for these prompts."""
-    # Ours and llama.cpp's command-line programs, prompt by prompt.
+def measure(
+    arguments: argparse.Namespace, engines: dict[str, Any], workload: str, prompts: Sequence[list[int]]
+) -> Iterator[Record]:
+    """A record of each completion of these prompts.
+
+    Args:
+        engines: ``ours`` on llama.cpp and ``ours, CPU path``, each a loaded model.
+    """
     theirs = examples(arguments)
-    costs: dict[str, list[Cost]] = {}
-    texts: dict[str, list[Any]] = {}
-    for drafter in OURS:  # one-time work should not count for a prompt
-        llm.generate(prompts[0], max_new_tokens=4, drafter=drafter)
-    for ids in prompts:
-        text = llm.tokenizer.decode(ids, skip_special_tokens=False)
-        costs.setdefault("llama-bench, plain", []).append(plain_of_bench(arguments, len(ids)))
-        for drafter in OURS:
-            result = llm.generate(ids, max_new_tokens=arguments.tokens, drafter=drafter)
-            stats = result.stats
-            seconds = sum(spent for part, spent in stats.seconds.items() if part != "prefill")
-            costs.setdefault(f"ours, {drafter}", []).append((stats.new_tokens - 1, stats.steps, seconds))
-            texts.setdefault(f"ours, {drafter}", []).append(result.tokens)
-        for name, run in theirs.items():
-            costs.setdefault(name, []).append(run(text, len(ids)))
-    plain = texts["ours, plain"]
-    rows = []
-    for name, each in costs.items():
-        equal = sum(a == b for a, b in zip(texts[name], plain, strict=True)) if name in texts else None
-        rows.append(_row(name, each, "not compared" if equal is None else f"{equal} of {len(plain)}"))
-
-    # llama.cpp's server, whose modes are compared with its own plain decoding.
     server = program_if_there(arguments.bin, "server")
-    own: list[Any] = []
-    for mode in MODES if server is not None else ():
-        answers = served(arguments, str(server), mode, prompts)
-        wrote = [answer["tokens"] for answer in answers]
-        own = own or wrote
-        equal = sum(a == b for a, b in zip(wrote, own, strict=True))
-        rows.append(
-            _row(
-                f"llama-server, {mode}",
-                list(map(cost_of_answer, answers)),
-                f"{equal} of {len(own)} to its own plain text",
-            )
-        )
-    return rows
+    drafters = {f"{name}, {drafter}": (llm, drafter) for name, llm in engines.items() for drafter in OURS}
+    drafters = {name: pair for name, pair in drafters.items() if "CPU" not in name or pair[1] in OWN_PATH}
+    for llm, drafter in drafters.values():  # one-time work should not count for a prompt
+        llm.generate(prompts[0], max_new_tokens=4, drafter=drafter)
+    plain: dict[tuple[str, int], list[int]] = {}
+    for repeat in range(arguments.repeats):
+
+        def record(
+            name: str, number: int, cost: Cost, text: list[int] | None, repeat: int = repeat
+        ) -> Record:
+            tokens, passes, seconds = cost
+            own = plain.setdefault((name.rpartition(", ")[0], number), text) if text is not None else None
+            first = int(name != BENCH)  # the token of the prefill
+            return {
+                "workload": workload,
+                "prompt": str(number),
+                "repeat": repeat,
+                "method": name,
+                "new_tokens": tokens + first,
+                "prefill_tokens": first,
+                "steps": passes,
+                "decode_seconds": seconds,
+                "equal": None if text is None else text == own,
+                "load": round(os.getloadavg()[0], 2),
+            }
+
+        # Ours and llama.cpp's command-line programs, prompt by prompt.
+        for number, ids in enumerate(prompts):
+            text = engines["ours"].tokenizer.decode(ids, skip_special_tokens=False)
+            yield record(BENCH, number, plain_of_bench(arguments, len(ids)), None)
+            for name, (llm, drafter) in drafters.items():
+                result = llm.generate(ids, max_new_tokens=arguments.tokens, drafter=drafter)
+                stats = result.stats
+                seconds = sum(spent for part, spent in stats.seconds.items() if part != "prefill")
+                yield record(name, number, (stats.new_tokens - 1, stats.steps, seconds), result.tokens)
+            for name, run in theirs.items():
+                yield record(name, number, run(text, len(ids)), None)
+        # llama.cpp's server, whose modes are compared with its own plain decoding.
+        for mode in MODES if server is not None else ():
+            for number, answer in enumerate(served(arguments, str(server), mode, prompts)):
+                yield record(f"llama-server, {mode}", number, cost_of_answer(answer), answer["tokens"])
 
 
-def _row(name: str, each: Sequence[Cost], equal: str) -> list[str]:
-    tokens, passes, seconds = (sum(column) for column in zip(*each, strict=True))
-    return [name, str(tokens), f"{tokens / passes:.2f}", f"{tokens / seconds:.1f}", equal]
+def tables(records: Sequence[Record]) -> dict[str, list[list[str]]]:
+    """Workload -> rows of its table."""
+    groups: dict[str, dict[str, list[Record]]] = {}
+    for record in records:
+        groups.setdefault(record["workload"], {}).setdefault(record["method"], []).append(record)
+    return {
+        workload: [_row(name, each) for name, each in methods.items()] for workload, methods in groups.items()
+    }
+
+
+def _row(name: str, records: Sequence[Record]) -> list[str]:
+    """A line of the table. The tokens are those of the first repeat; the rate has a range if there are several."""
+
+    def totals(repeat: int) -> tuple[int, int, float]:
+        own = [record for record in records if record["repeat"] == repeat]
+        tokens = sum(record["new_tokens"] - record["prefill_tokens"] for record in own)
+        seconds = sum(record["decode_seconds"] for record in own)
+        return tokens, sum(record["steps"] for record in own), seconds
+
+    each = [totals(repeat) for repeat in sorted({record["repeat"] for record in records})]
+    rates = [tokens / seconds for tokens, _, seconds in each]
+    rate = f"{median(rates):.1f}" + (f" ({min(rates):.0f}–{max(rates):.0f})" if len(rates) > 1 else "")
+    compared = [record["equal"] for record in records if record["equal"] is not None]
+    equal = f"{sum(compared)} of {len(compared)}" if compared else "not compared"
+    tokens, passes, _ = each[0]
+    return [name, str(tokens), f"{tokens / passes:.2f}", rate, equal]
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -202,23 +249,42 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, help="folder of data sets")
     parser.add_argument("--limit", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=1, help="number of times each prompt is decoded")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="page and JSON, as a path without the suffix")
+    parser.add_argument("--out", type=Path, help="page, JSON and records, as a path without the suffix")
     arguments = parser.parse_args(words)
-    llm = lookahead.load(arguments.model, engine="llama.cpp", threads=arguments.threads)
-    body = []
-    figures = {}
+    load = partial(lookahead.load, arguments.model, threads=arguments.threads)
+    engines = {"ours": load(engine="llama.cpp"), "ours, CPU path": load()}
+    llm = engines["ours"]
+    # The file's name is the page's; the records' fields are those of committed.FIELDS.
+    common = {**environment(), "model": arguments.model.name, "path": llm.path, "dtype": llm.dtype}
+    records: list[Record] = []
     for name in arguments.workload or ["stdlib"]:
-        workload = load_workload(name, arguments.limit, data=arguments.data)
-        rows = measure(arguments, llm, [prompt.tokens(llm.tokenizer) for prompt in workload])
-        table = markdown_table(["", "tokens", "S", "tokens/s", "texts equal to our plain text"], rows)
-        print(f"{name}\n{table}", flush=True)
-        body += [f"## {name}, {len(workload)} prompts", "", table, ""]
-        figures[name] = rows
-    if arguments.out is not None:
-        record = {**environment(), "model": arguments.model.name, "path": llm.path, "dtype": llm.dtype}
-        title = "On llama.cpp: our drafters beside its own examples"
-        write_page(arguments.out, title, record, figures, [ABOUT, "", *body])
+        prompts = load_workload(name, arguments.limit, data=arguments.data)
+        ids = [prompt.tokens(llm.tokenizer) for prompt in prompts]
+        records += [record | common for record in measure(arguments, engines, name, ids)]
+        print(f"{name}\n{markdown_table(HEADS, tables(records)[name])}", flush=True)
+    if arguments.out is None:
+        return
+    software = build_of(Path(program(arguments.bin, "bench")))
+    words = sys.argv[1:] if words is None else words
+    head = {
+        "command": command_line(list(words), "python -m benchmarks.llamacpp_examples"),
+        "software": software,
+    }
+    committed.write(arguments.out.parent / "records" / f"{arguments.out.name}.jsonl.gz", head, records)
+    figures = tables(records)
+    body = [ABOUT, "", f"llama.cpp: {software}.", ""]
+    for name, rows in figures.items():
+        count = len({record["prompt"] for record in records if record["workload"] == name})
+        body += [
+            f"## {name}, {count} prompts, {arguments.repeats} repeats",
+            "",
+            markdown_table(HEADS, rows),
+            "",
+        ]
+    shown = records[-1] | {"load": max(record["load"] for record in records)}
+    write_page(arguments.out, "On llama.cpp: our drafters beside its own examples", shown, figures, body)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     openvino-greedy                plain decoding of the GGUF file that the model was read from
     openvino-lookup                its prompt lookup: at most ten tokens, n-grams of at most three
     openvino-lookup:FILE           another file; it reads Q8_0, Q4_0 and F16, and neither Q4_1 nor mixed files
+    openvino-lookup:FILE:5,3       at most five tokens, n-grams of at most three
 
 Prompts are the same token ids and the number of threads is torch's. The package does not report how many rows it
 evaluates, so a step of prompt lookup counts as one row and its tokens.
@@ -10,6 +11,7 @@ evaluates, so a step of prompt lookup counts as one row and its tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
@@ -28,9 +30,33 @@ NGRAM = 3
 
 
 class OpenVino(GGUFPeer):
-    """Greedy decoding by OpenVINO GenAI; the names are in ``OPENVINO``."""
+    """Greedy decoding by OpenVINO GenAI; the names are in ``OPENVINO``.
+
+    Args:
+        name: one of ``OPENVINO``.
+        given: FILE, or for prompt lookup FILE:TOKENS,NGRAM; an empty file stands for the model's own.
+        model: the model under test.
+
+    Raises:
+        SettingsError: as in ``GGUFPeer``, or the settings of prompt lookup are not two positive numbers.
+    """
 
     package = "openvino-genai"
+
+    def __init__(self, name: str, given: str, model: ModelUnderTest) -> None:
+        file, _, settings = given.partition(":")
+        super().__init__(name, file, model)
+        self.tokens, self.ngram = LOOKUP_TOKENS, NGRAM
+        if not settings:
+            return
+        sizes = re.fullmatch(r"([1-9]\d*),([1-9]\d*)", settings)
+        if sizes is None or not self.lookup:
+            raise SettingsError(
+                f"{name} takes FILE, and openvino-lookup also FILE:TOKENS,NGRAM such as {self.file.name}:5,3; "
+                f"got {settings!r}"
+            )
+        self.tokens, self.ngram = map(int, sizes.groups())
+        self.label += f":{settings}"
 
     def _load(self) -> Any:
         from openvino_genai import LLMPipeline
@@ -68,8 +94,8 @@ class OpenVino(GGUFPeer):
         config.apply_chat_template = False
         config.stop_token_ids = set(model.eos)
         if self.lookup:
-            config.num_assistant_tokens = LOOKUP_TOKENS
-            config.max_ngram_size = NGRAM
+            config.num_assistant_tokens = self.tokens
+            config.max_ngram_size = self.ngram
         ids = np.array([list(prompt)], np.int64)
         inputs = TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         start = perf_counter()

@@ -7,7 +7,7 @@
     llamacpp-lookup[:FILE]        its prompt lookup, 10 tokens
     llamacpp-server[:FILE[:MODE]] llama.cpp's own server (see ``benchmarks.llamacpp_server``)
     openvino-greedy[:FILE]        OpenVINO GenAI on a GGUF file (see ``benchmarks.openvino``)
-    openvino-lookup[:FILE]        its prompt lookup, 10 tokens
+    openvino-lookup[:FILE[:T,N]]  its prompt lookup, T tokens (10), n-grams of at most N (3)
 
 Every other name is a method of ours.
 """

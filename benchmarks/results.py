@@ -43,32 +43,60 @@ from .quiet import require_quiet
 ROOT = Path(__file__).parent.parent
 RESULTS, RECORDS = ROOT / "docs" / "results", ROOT / "build" / "results"
 README, README_ZH = ROOT / "README.md", ROOT / "README.zh.md"
-METHODS = ("prompt-lookup", "lookahead:15,5,15", "adaptive")
+PAPERS = "lookahead:15,5,15"
+METHODS = ("prompt-lookup", PAPERS, "adaptive")
 #: study -> (prompts for each prompt of the limit, minutes for one of them), on weights as the file packs them
 STUDY = {
-    "ablation": (1.0, 0.8),
-    "scaling-law": (0.7, 2.5),
-    "sampling-quality": (2.5, 0.8),
-    "end-to-end": (0.4, 4.0),
-    "parallel": (0.4, 6.0),
-    "attention": (0.5, 1.5),
+    "ablation": (0.5, 0.8),
+    "scaling-law": (0.4, 2.5),
+    "sampling-quality": (1.0, 0.8),
+    "end-to-end": (0.4, 2.0),
+    "parallel": (0.2, 6.0),
+    "attention": (0.3, 1.5),
 }
+#: study -> further options. End to end has eleven data sets.
+STUDY_OPTIONS = {"end-to-end": ("--max-new-tokens", "64")}
 #: Data sets of the page of transformers, which is slow.
 FEW = ("humaneval", "gsm8k", "mt-bench")
 #: How often each prompt is decoded on the pages of packed weights.
 REPEATS = 3
 #: Drafts of llama.cpp's server on these pages, the fastest of the page llamacpp-examples.
 MODES = ("ngram-mod",)
+#: The page that chooses the settings of OpenVINO's prompt lookup, which are tokens drafted and the longest n-gram.
+OPENVINO_PAGE = "bench-openvino"
+LOOKUPS = ("3,3", "5,3", "10,3")
+#: Stands for the fastest of them in a step's words.
+FASTEST = "fastest-lookup"
 #: Data sets of llama.cpp's own examples.
 EXAMPLES = ("stdlib", "humaneval", "mt-bench")
 #: Weights of the trained drafters.
 TRAINED = ("build/medusa.safetensors", "build/eagle.safetensors")
-#: Library code on which only the pages of some programs depend -> the programs. No page depends on the report, which
-#: is made again from records.
+#: Library code on which only some pages depend -> their names, or the programs that make them. No page depends on the
+#: report, which is made again from records. Commands that no page runs are imported by those that time a start.
+_STARTS = ("startup", "packed_step")
 USED_BY = {
     "src/lookahead/bench/report.py": (),
     "src/lookahead/bench/methods.py": ("side_by_side", "paper", "batch_size", "dynamics"),
     "src/lookahead/integrations/vllm*": ("vllm",),
+    "src/lookahead/integrations/hf/*": (),
+    "src/lookahead/integrations/llm_plugin.py": (),
+    "src/lookahead/integrations/ray_serve.py": (),
+    "src/lookahead/server/*": ("serve",),
+    "src/lookahead/learning/*": ("trained",),
+    "src/lookahead/parallel/*": ("parallel",),
+    "src/lookahead/attention/*triton.py": (),
+    "src/lookahead/testing.py": (),
+    "src/lookahead/cli/serve.py": ("serve", *_STARTS),
+    **dict.fromkeys(
+        (
+            f"src/lookahead/cli/{name}"
+            for name in (
+                *("chat.py", "demo.py", "demo_prompts/*", "doctor.py", "learn.py", "show.py", "trace.html"),
+                *("train_head.py", "tune.py", "verify_exact.py"),
+            )
+        ),
+        _STARTS,
+    ),
 }
 #: A Python with vLLM and this package.
 VLLM = "build/vllm-0.32.0/bin/python"
@@ -152,15 +180,20 @@ class Step:
         facts = json.loads(self.page.read_text())
         if self.name.startswith("bench-") and any("failed" in line for line in facts["figures"]):
             return False  # a peer that failed is tried again
-        command = command_line(list(self.words[2:]), f"python -m {self.words[1]}")
+        words = self.chosen()
+        command = command_line(list(words[2:]), f"python -m {words[1]}")
         made = re.search(r"commit ([^,]+),", facts["where"])
-        program = self.words[1].removeprefix("benchmarks.")
-        unused = [files for files, programs in USED_BY.items() if program not in programs]
+        makers = {self.name, words[1].removeprefix("benchmarks.")}
+        unused = [files for files, users in USED_BY.items() if not makers & set(users)]
         return facts["command"] == command and made is not None and same_code(made[1], commit(), unused)
+
+    def chosen(self) -> tuple[str, ...]:
+        """The words with the fastest prompt lookup of OpenVINO, which is known once its page is there."""
+        return tuple(word.replace(FASTEST, fastest_lookup()) for word in self.words)
 
     def run(self) -> None:
         """Make the page."""
-        subprocess.run([self.python, *self.words], cwd=ROOT, check=True)
+        subprocess.run([self.python, *self.chosen()], cwd=ROOT, check=True)
         folder = RECORDS / self.name
         if not (folder / "summary.json").is_file():  # the command has written the page itself
             return
@@ -173,6 +206,19 @@ class Step:
         (RESULTS / f"{self.name}.md").write_text(text, encoding="utf-8")
         self.page.write_text(facts, encoding="utf-8")
         shutil.copy(folder / "tokens-per-second.svg", RESULTS / f"{self.name}.svg")
+
+
+def fastest_lookup() -> str:
+    """The fastest setting of OpenVINO's prompt lookup over all texts of its page; the last one without a page."""
+    page = RESULTS / f"{OPENVINO_PAGE}.json"
+    overall = json.loads(page.read_text())["overall"] if page.is_file() else {}
+    found = {
+        setting: total["total"]
+        for setting in LOOKUPS
+        for method, total in overall.items()
+        if method.endswith(f"Q4_0.gguf:{setting}") and total["total"] is not None
+    }
+    return max(found, key=lambda setting: found[setting], default=LOOKUPS[-1])
 
 
 def same_code(one: str, other: str, unused: Sequence[str] = ()) -> bool:
@@ -244,9 +290,24 @@ class Sources:
     text: Path = Path("build/text")  # the model's own output, for the datastore of REST
 
     @property
+    def most(self) -> int:
+        """Prompts of each data set of the page in the README, whose peers are slow."""
+        return max(2, 3 * self.limit // 4)
+
+    @property
     def half(self) -> int:
         """Prompts of each data set of pages that need fewer."""
         return max(2, self.limit // 2)
+
+    @property
+    def few(self) -> int:
+        """Prompts of each data set of pages that need even fewer: with six sets, 18 pairs at a limit of 8."""
+        return max(2, 3 * self.limit // 8)
+
+    @property
+    def fewest(self) -> int:
+        """Prompts of each data set of pages that decode each prompt many times: 12 pairs at a limit of 8."""
+        return max(2, self.limit // 4)
 
 
 def steps(given: Sources) -> list[Step]:
@@ -258,48 +319,54 @@ def steps(given: Sources) -> list[Step]:
     def plan(name: str, minutes: float, program: str, *words: Any) -> None:
         planned.append(Step(name, ("-m", f"benchmarks.{program}", *map(str, words)), minutes))
 
-    # Methods side by side, the row rule, and llama.cpp's own programs.
+    # Methods side by side, start-up, llama.cpp's own programs, the server and the row rule.
     planned += _packed(given) if model is not None else []
-    plan("rows", 2 * given.half, "rows", *data, "--prompts", given.half)
+    words: list[Any] = []
+    if model is not None and given.llamacpp_bin is not None and has_llama_cpp:
+        words = ["--bin", given.llamacpp_bin, "--model", model]
+    plan("startup", 2, "startup", *words)
     if model is None or not has_llama_cpp:
         _left_out("llamacpp-examples", "packed-step", why="they need the default model and llama-cpp-python")
     elif given.llamacpp_bin is None:
         _left_out("llamacpp-examples", why="--llamacpp-bin must name the folder of llama.cpp's programs")
     else:
+        prompts = min(2, limit)
         words = ["--bin", given.llamacpp_bin, "--model", _converted(model, "Q4_0")]
         words += [part for name in EXAMPLES for part in ("--workload", name)]
-        words += [*data, "--limit", min(4, limit), "--out", "docs/results/llamacpp-examples"]
-        plan("llamacpp-examples", 2 * min(4, limit), "llamacpp_examples", *words)
-    words = []
-    if model is not None and given.llamacpp_bin is not None and has_llama_cpp:
-        words = ["--bin", given.llamacpp_bin, "--model", model]
-    plan("startup", 2, "startup", *words)
-    # Packed weights: how close they are, and what a step costs.
-    if model is not None:
-        plan("packed-accuracy", 15, "packed_accuracy", model, *data)
-        if has_llama_cpp:
-            plan("packed-step", 14, "packed_step", "--types", "own", "Q4_0", "Q4_K_M", "0.5B", "1B")
-    plan("dynamics", 2 * given.half, "dynamics", *data, "--limit", given.half)
-    plan("pass-rate", 5, "pass_rate", *data)
-    # Several sequences, and vLLM.
+        words += [*data, "--limit", prompts, "--repeats", REPEATS, "--out", "docs/results/llamacpp-examples"]
+        plan("llamacpp-examples", 2.5 * prompts, "llamacpp_examples", *words)
     words = [model] if model is not None else []
     if model is not None and given.llamacpp_bin is not None:  # in the format that llama.cpp is fastest in
         file = _converted(model, "Q4_0")
         words = [file, "--against", f"llamacpp:{file}", "--bin", given.llamacpp_bin]
-    plan("serve", 15 if "--bin" in words else 5, "serve", *words, "--out", "docs/results")
-    plan("batch-size", max(3, 2 * limit), "batch_size", *data, "--limit", limit)
+    words += ["--clients", "1,4,16", "--repeats", 2, "--out", "docs/results"]
+    plan("serve", 7 if "--bin" in words else 3, "serve", *words)
+    plan("rows", 1.75 * given.fewest, "rows", *data, "--prompts", given.fewest)
+    # Packed weights: how close they are, and what a step costs.
+    if model is not None:
+        plan("packed-accuracy", 3, "packed_accuracy", model, *data)
+        if has_llama_cpp:
+            words = ["--types", "own", "Q4_0", "Q4_K_M", "0.5B", "1B", "--rounds", 9, "--starts", 3]
+            plan("packed-step", 7, "packed_step", *words)
+    # The paper's results, exact mode, and several sequences.
+    for name, (share, minutes) in STUDY.items():
+        prompts = max(1, int(share * limit))
+        words = [name, *data, "--limit", prompts, *STUDY_OPTIONS.get(name, ())]
+        plan(name, minutes * prompts, "paper", *words, "--records", f"build/results/{name}")
+    plan("dynamics", 2 * given.fewest, "dynamics", *data, "--limit", given.fewest)
+    plan("pass-rate", 3, "pass_rate", *data)
+    plan("batch-size", max(1.5, 0.4 * given.half), "batch_size", *data, "--limit", given.half)
+    plan("exact", 8.5, "exact_text")
+    # transformers, vLLM and trained drafters, which take long.
+    if model is not None:
+        planned.append(_beside_transformers(given))
     if model is None or not (ROOT / VLLM).is_file():
         _left_out("vllm", why=f"it needs the default model and {VLLM}, which `make vllm` installs")
     else:
-        words = [_exported(model), *data, "--limit", max(1, limit // 4), "--tokens", 48, "--clients", "1,16"]
+        prompts = max(1, limit // 8)
+        words = [_exported(model), *data, "--limit", prompts, "--tokens", 64, "--clients", "1,4"]
         words = ["-m", "benchmarks.vllm", *map(str, words), "--out", "docs/results/vllm"]
-        planned.append(Step("vllm", tuple(words), 10 + 10 * max(1, limit // 4), python=str(ROOT / VLLM)))
-    # The paper's results, and trained drafters.
-    for name, (share, minutes) in STUDY.items():
-        prompts = max(1, int(share * limit))
-        words = [name, *data, "--limit", prompts, "--records", f"build/results/{name}"]
-        plan(name, minutes * prompts, "paper", *words)
-    plan("exact", 15, "exact_text")
+        planned.append(Step("vllm", tuple(words), 12 + 5 * prompts, python=str(ROOT / VLLM)))
     missing = [str(path) for path in (*TRAINED, given.text) if not (ROOT / path).exists()]
     if missing:
         _left_out("trained", why=f"{' and '.join(missing)} must exist; benchmarks/drafters trains them")
@@ -317,17 +384,26 @@ def _packed(given: Sources) -> list[Step]:
 
     Each peer gets its best format of about as many bits: llama.cpp Q4_0 and IQ4_NL, which it repacks while loading,
     and OpenVINO GenAI Q4_0; ours gets the same Q4_0 file. Q4_K_M is the most common file. llama.cpp is its own
-    server, a native build, or else its Python package, which is slower. Cells of a peer that is not installed say so.
+    server, a native build, or else its Python package, which is slower. The first page has OpenVINO GenAI alone, in
+    4 and 8 bits, and chooses its prompt lookup for the second. Cells of a peer that is not installed say so.
     """
     model, planned = given.model, []
     assert model is not None
     has_llama_cpp = find_spec("llama_cpp") is not None
+    if find_spec("openvino_genai") is None:
+        _left_out(OPENVINO_PAGE, why="openvino-genai is not installed")
+    else:
+        small, large = _converted(model, "Q4_0"), _converted(model, "Q8_0")
+        methods = [f"openvino-greedy:{small}", *(f"openvino-lookup:{small}:{each}" for each in LOOKUPS)]
+        methods += [f"openvino-greedy:{large}", f"openvino-lookup:{large}:{LOOKUPS[0]}"]
+        words = _beside(small, FEW, given, given.few, 1, methods)
+        planned.append(_to_records(OPENVINO_PAGE, words, 0.8 * given.few))
     # page, format, temperature, prompts of each set, minutes for one of them
     for name, kind, temperature, limit, minutes in (
-        ("bench-packed", "Q4_0", 0.0, given.limit, 3.5),
-        ("bench-packed-q4_k_m", "Q4_K_M", 0.0, given.half, 2),
-        ("bench-packed-sampled", "", 0.7, given.half, 2),
-        ("bench-packed-head", "", 0.0, given.half, 1.5),
+        ("bench-packed", "Q4_0", 0.0, given.most, 5),
+        ("bench-packed-q4_k_m", "Q4_K_M", 0.0, given.few, 1.5),
+        ("bench-packed-sampled", "", 0.7, given.few, 1),
+        ("bench-packed-head", "", 0.0, given.few, 0.6),
     ):
         if kind in BY_LLAMA_CPP and not has_llama_cpp:
             _left_out(name, why=f"llama-cpp-python makes {kind}")
@@ -335,32 +411,50 @@ def _packed(given: Sources) -> list[Step]:
         file, methods = _converted(model, kind) if kind else model, list(METHODS)
         if name == "bench-packed-head":
             methods = ["adaptive", "adaptive:head=auto"]
-        elif not temperature:
+        elif name != IN_README:  # the paper's triple takes as long as all the others
+            methods.remove(PAPERS)
+        if name == "bench-packed-head" or temperature:
+            files = []
+        else:
             files = [file, *([_converted(model, "IQ4_NL")] if kind == "Q4_0" and has_llama_cpp else [])]
-            if given.llamacpp_bin is not None:
-                methods += [f"{LLAMA_SERVER}:{path}" for path in files]
-                methods += [f"{LLAMA_SERVER}:{file}:{mode}" for mode in MODES]
-            else:
-                methods += [f"llamacpp-greedy:{path}" for path in files]
-                for path in files if has_llama_cpp else ():
-                    if not _evaluates(ROOT / path):
-                        methods = [each for each in methods if not each.startswith("llamacpp-")]
-                        _left_out(f"llama.cpp in {name}", why=f"it ends its process on {path}")
+        if files and given.llamacpp_bin is not None:
+            methods += [f"{LLAMA_SERVER}:{path}" for path in files]
+            methods += [f"{LLAMA_SERVER}:{file}:{mode}" for mode in MODES]
+        elif files:
+            methods += [f"llamacpp-greedy:{path}" for path in files]
+            for path in files if has_llama_cpp else ():
+                if not _evaluates(ROOT / path):
+                    methods = [each for each in methods if not each.startswith("llamacpp-")]
+                    _left_out(f"llama.cpp in {name}", why=f"it ends its process on {path}")
         if kind == "Q4_0":
-            methods += [f"openvino-greedy:{file}", f"openvino-lookup:{file}"]
-        words = ["-m", "benchmarks.side_by_side", str(file)]
-        words += [part for workload in SETS for part in ("--workload", workload)]
-        words += ["--data", str(given.data), "--limit", str(limit), "--repeats", str(REPEATS), "--no-warm"]
+            methods += [f"openvino-greedy:{file}", f"openvino-lookup:{file}:{FASTEST}"]
+        words = _beside(file, SETS, given, limit, REPEATS, methods)
         words += ["--temperature", str(temperature)] if temperature else []
-        words += ["--method", " ".join(methods), "--out", f"build/results/{name}"]
-        planned.append(Step(name, tuple(words), minutes * limit))
-    # transformers beside ours, in bf16.
-    words = ["-m", "benchmarks.side_by_side", "--dtype", "bfloat16"]
-    words += [part for workload in FEW for part in ("--workload", workload)]
-    words += ["--data", str(given.data), "--limit", str(given.half), "--repeats", str(REPEATS)]
-    words += ["--no-warm", "--method", "prompt-lookup adaptive hf-greedy hf-prompt-lookup"]
-    planned.append(Step("bench-bf16", (*words, "--out", "build/results/bench-bf16"), 2 * given.half))
+        planned.append(_to_records(name, words, minutes * limit))
     return planned
+
+
+def _beside_transformers(given: Sources) -> Step:
+    """transformers beside ours, in bf16."""
+    methods = ["prompt-lookup", "adaptive", "hf-greedy", "hf-prompt-lookup"]
+    words = ["--dtype", "bfloat16", *_beside(None, FEW, given, given.fewest, 2, methods)]
+    return _to_records("bench-bf16", words, 1.7 * given.fewest)
+
+
+def _beside(
+    file: Path | None, sets: Sequence[str], given: Sources, limit: int, repeats: int, methods: Sequence[str]
+) -> list[str]:
+    """Words of ``side_by_side``: methods on data sets."""
+    words = [str(file)] if file is not None else []
+    words += [part for name in sets for part in ("--workload", name)]
+    words += ["--data", str(given.data), "--limit", str(limit), "--repeats", str(repeats), "--no-warm"]
+    return [*words, "--method", " ".join(methods)]
+
+
+def _to_records(name: str, words: Sequence[str], minutes: float) -> Step:
+    """A page of ``side_by_side``."""
+    words = ("-m", "benchmarks.side_by_side", *words, "--out", f"build/results/{name}")
+    return Step(name, tuple(words), minutes)
 
 
 def _converted(model: Path, kind: str) -> Path:
@@ -405,7 +499,8 @@ def speeds(facts: dict[str, Any]) -> str:
     for method in dict.fromkeys(line["method"] for line in lines):
         head, _, file = method.partition(":")
         file, _, mode = file.partition(":")
-        details = [suffix[1:] for suffix in Path(file).suffixes[-2:-1]] + ([mode] if mode else [])
+        details = [suffix[1:] for suffix in Path(file).suffixes[-2:-1]]
+        details += [f"({mode})" if "," in mode else mode] if mode else []
         name = NAMES.get(method, ", ".join([NAMES.get(head, head), *details]))
         own = {line["workload"]: line["all"] for line in lines if line["method"] == method}
         equal, compared = (sum(own[w][key] for w in sets) for key in ("equal", "compared"))
@@ -446,7 +541,7 @@ def own_programs(figures: dict[str, list[list[str]]], native: bool = False) -> s
     def best(drafts: bool) -> tuple[float, str]:
         plain = ("llama-bench, plain", "llama-server, none")
         return max(
-            (float(row[3]), row[0])
+            (float(row[3].split()[0]), row[0])
             for rows in figures.values()
             for row in rows
             if row[0].startswith("llama-") and (row[0] in plain) != drafts

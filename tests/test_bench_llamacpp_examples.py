@@ -2,7 +2,9 @@
 
 import pytest
 
-from benchmarks.llamacpp_examples import cost_of, program
+from benchmarks.llamacpp_examples import cost_of, program, tables
+from benchmarks.llamacpp_server import build_of
+from benchmarks.results import own_programs
 from lookahead.core import SettingsError
 
 PRINTED = """
@@ -33,3 +35,38 @@ def test_programs_are_found_by_both_names(tmp_path):
     for name in ("lookup", "llama-lookup"):
         (tmp_path / name).touch()
         assert program(tmp_path, "lookup") == str(tmp_path / name)
+
+
+def record(method, repeat, seconds, equal=None, prompt="0"):
+    cost = {"new_tokens": 65, "prefill_tokens": 1, "steps": 32, "decode_seconds": seconds}
+    about = {"workload": "code", "method": method, "repeat": repeat, "prompt": prompt}
+    return about | cost | {"equal": equal}
+
+
+def test_a_rate_is_the_median_over_repeats_with_its_range():
+    records = [record("ours, plain", repeat, s, True) for repeat, s in enumerate((0.5, 0.25, 1.0))]
+    records += [record("ours, plain", 0, 0.5, False, prompt="1")]
+    records += [record("llama-lookup", 0, 0.5)]
+    assert tables(records) == {
+        "code": [
+            ["ours, plain", "128", "2.00", "128.0 (64–256)", "3 of 4"],
+            ["llama-lookup", "64", "2.00", "128.0", "not compared"],
+        ]
+    }
+
+
+def test_the_readme_reads_rates_with_their_range():
+    rows = [["llama-bench, plain", "", "", "200.4 (190–210)", ""], ["llama-lookup", "", "", "180.0", ""]]
+    assert "180 tokens/s (llama-lookup), and 200 without" in own_programs({"code": rows}, native=True)
+
+
+def test_a_build_is_described_by_the_program_and_cmakes_cache(tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    path = folder / "llama-server"
+    path.write_text("#!/bin/sh\necho 'version: 7 (abc)' >&2\necho 'built with GNU 12' >&2\n")
+    path.chmod(0o755)
+    assert build_of(path) == "7 (abc); built with GNU 12"
+    build_of.cache_clear()
+    (tmp_path / "CMakeCache.txt").write_text("GGML_NATIVE:BOOL=ON\nCMAKE_C_FLAGS:STRING=\nGGML_X:BOOL=ON\n")
+    assert build_of(path) == "7 (abc); built with GNU 12; GGML_NATIVE=ON"

@@ -2,8 +2,12 @@
 
 import errno
 import json
+import os
 import re
 import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -125,17 +129,10 @@ def plan(tmp_path, monkeypatch, capsys):
     return planned
 
 
-OTHERS = ["dynamics", "pass-rate", "serve", "batch-size", *results.STUDY, "exact"]
-EVERY_PAGE = [
-    "bench-packed",
-    "bench-packed-q4_k_m",
-    "bench-packed-sampled",
-    "bench-packed-head",
-    "bench-bf16",
-    "rows",
-]
-EVERY_PAGE += ["llamacpp-examples", "startup", "packed-accuracy", "packed-step"]
-EVERY_PAGE += [*OTHERS[:4], "vllm", *OTHERS[4:], "trained"]
+OTHERS = [*results.STUDY, "dynamics", "pass-rate", "batch-size", "exact"]
+PACKED = ["bench-packed", "bench-packed-q4_k_m", "bench-packed-sampled", "bench-packed-head"]
+EVERY_PAGE = ["bench-openvino", *PACKED, "startup", "llamacpp-examples", "serve", "rows"]
+EVERY_PAGE += ["packed-accuracy", "packed-step", *OTHERS, "bench-bf16", "vllm", "trained"]
 
 
 def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
@@ -145,31 +142,36 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     pages, printed = plan(["llama_cpp", "openvino_genai"], llamacpp_bin=tmp_path / "bin")
     assert list(pages) == EVERY_PAGE
     assert not printed
-    packed = " ".join(pages["bench-packed"].words)
+    packed = " ".join(pages["bench-packed"].chosen())
     assert "benchmarks.side_by_side build/results/SmolLM2.Q4_0.gguf --workload humaneval" in packed
     assert packed.endswith(
-        "--limit 10 --repeats 3 --no-warm --method prompt-lookup lookahead:15,5,15 adaptive "
+        "--limit 7 --repeats 3 --no-warm --method prompt-lookup lookahead:15,5,15 adaptive "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf llamacpp-server:build/results/SmolLM2.IQ4_NL.gguf "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-mod "
         "openvino-greedy:build/results/SmolLM2.Q4_0.gguf "
-        "openvino-lookup:build/results/SmolLM2.Q4_0.gguf --out build/results/bench-packed"
+        "openvino-lookup:build/results/SmolLM2.Q4_0.gguf:10,3 --out build/results/bench-packed"
     )
     for name in ("bench-packed-q4_k_m", "bench-packed-sampled"):
-        assert "--limit 5 --repeats 3" in " ".join(pages[name].words)
-    assert pages["rows"].words[-2:] == ("--prompts", "5")
+        assert "--limit 3 --repeats 3" in " ".join(pages[name].words)
+    assert pages["rows"].words[-2:] == ("--prompts", "2")
+    tried = " ".join(pages["bench-openvino"].words)
+    for setting in (*results.LOOKUPS, ""):
+        assert f"openvino-lookup:build/results/SmolLM2.Q4_0.gguf:{setting}" in tried
     examples = " ".join(pages["llamacpp-examples"].words)
     assert "--model build/results/SmolLM2.Q4_0.gguf --workload stdlib --workload humaneval --work" in examples
-    assert "--limit 4 " in examples
+    assert "--limit 2 --repeats 3 " in examples
     small, _ = plan(["llama_cpp"], limit=1, llamacpp_bin=tmp_path / "bin")
     assert "--limit 2 " in " ".join(small["bench-packed-sampled"].words)
     assert "--limit 1 " in " ".join(small["llamacpp-examples"].words)
-    assert 200 < sum(step.minutes for step in pages.values()) < 500
+    for limit, most in ((8, 140), (10, 170)):
+        pages, _ = plan(["llama_cpp", "openvino_genai"], limit=limit, llamacpp_bin=tmp_path / "bin")
+        assert 90 < sum(step.minutes for name, step in pages.items() if name != "trained") < most
 
 
 def test_what_the_plan_leaves_out_is_a_line(plan):
     pages, printed = plan(["llama_cpp"])
     assert list(pages) == [
-        name for name in EVERY_PAGE if name not in ("llamacpp-examples", "vllm", "trained")
+        name for name in EVERY_PAGE if name not in ("bench-openvino", "llamacpp-examples", "vllm", "trained")
     ]
     assert (
         "llamacpp-examples: left out; --llamacpp-bin must name the folder of llama.cpp's programs\n"
@@ -196,13 +198,14 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
         "llama.cpp in bench-packed: left out; it ends its process on build/results/broken.Q4_0.gguf"
         in printed
     )
-    assert list(plan(model="")[0]) == ["rows", "startup", *OTHERS]
+    assert "bench-openvino: left out; openvino-genai is not installed" in printed
+    assert list(plan(model="")[0]) == ["startup", "serve", "rows", *OTHERS]
 
 
 def test_a_page_is_made_once_by_a_commit_and_command(plan, tmp_path):
     step = plan()[0]["parallel"]
     assert not step.is_done()
-    command = "python -m benchmarks.paper parallel --data data --limit 4 --records build/results/parallel"
+    command = "python -m benchmarks.paper parallel --data data --limit 2 --records build/results/parallel"
     facts = {"command": command, "where": f"a machine, commit {results.commit()}, a model"}
     step.page.write_text(json.dumps(facts))
     assert step.is_done()
@@ -239,6 +242,92 @@ def test_a_commit_of_pages_alone_needs_no_new_measurement(tmp_path, monkeypatch)
     assert not results.same_code("version 0.1.0", page)
     assert results.same_code(page, changed, unused=["src/co*"])
     assert not results.same_code(page, changed, unused=["src/other.py"])
+
+
+def test_the_fastest_prompt_lookup_of_openvino_goes_beside_ours(plan, tmp_path):
+    step = plan(["llama_cpp", "openvino_genai"])[0]["bench-packed"]
+    totals = {f"openvino-lookup:x.Q4_0.gguf:{each}": {"total": 1.0} for each in results.LOOKUPS}
+    totals |= {"openvino-lookup:x.Q8_0.gguf:3,3": {"total": 9.0}, "plain": {"total": 1.0}}
+    totals["openvino-lookup:x.Q4_0.gguf:5,3"] = {"total": 1.5}
+    totals["openvino-lookup:x.Q4_0.gguf:3,3"] = {"total": None}
+    (tmp_path / "bench-openvino.json").write_text(json.dumps({"overall": totals}))
+    assert "openvino-lookup:build/results/SmolLM2.Q4_0.gguf:5,3" in step.chosen()[-3]
+    words = step.chosen()
+    command = results.command_line(list(words[2:]), f"python -m {words[1]}")
+    facts = {"command": command, "where": f"a machine, commit {results.commit()}, a model", "figures": []}
+    step.page.write_text(json.dumps(facts))
+    assert step.is_done()
+    totals["openvino-lookup:x.Q4_0.gguf:10,3"] = {"total": 2.0}
+    (tmp_path / "bench-openvino.json").write_text(json.dumps({"overall": totals}))
+    assert not step.is_done(), "made with another setting"
+
+
+#: Decodes on the packed, transformers and exact paths with the programs of the pages, and prints the library's files
+#: that were imported.
+DECODED = """
+import sys
+from importlib import import_module
+for name in sys.argv[1:]:
+    import_module(name)
+import lookahead
+from lookahead.targets.paths import make_target
+lookahead.load().generate("Hello", max_new_tokens=4)
+llm = lookahead.load("tiny", dtype="float32")
+for path in ("auto", "transformers", "exact"):
+    llm.target = lambda *given, path=path: make_target(llm.model, path=path)
+    llm.generate("Hello", max_new_tokens=4)
+print("FILES", *(m.__file__ for n, m in sys.modules.items() if n.startswith("lookahead") and m.__file__))
+"""
+
+
+@pytest.mark.slow
+def test_pages_do_not_use_the_code_on_which_they_do_not_depend():
+    """All programs but those of the pages that use it; what only the commands import is another test."""
+    users = {user for some in results.USED_BY.values() for user in some}
+    studies = [name.replace("-", "_") for name in results.STUDY if name not in users]
+    programs = ["rows", "startup", "packed_step", "packed_accuracy", "dynamics", "pass_rate", "batch_size"]
+    programs += ["exact_text", "llamacpp_examples", "side_by_side", *(f"paper.{name}" for name in studies)]
+    done = subprocess.run(
+        [sys.executable, "-c", DECODED, *(f"benchmarks.{name}" for name in programs)],
+        capture_output=True,
+        text=True,
+        cwd=results.ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(results.ROOT / "src"), str(results.ROOT)])},
+    )
+    assert not done.returncode, done.stderr
+    files = done.stdout.partition("FILES ")[2].split()
+    used = {str(Path(file).relative_to(results.ROOT)) for file in files}
+    assert "src/lookahead/targets/cuda_graphs.py" in used, "exact mode uses it on a CPU"
+    imported = {"src/lookahead/server/__init__.py", "src/lookahead/server/settings.py"}
+    for pattern in results.USED_BY:
+        if pattern.startswith(("src/lookahead/bench/", "src/lookahead/cli/")):
+            continue
+        assert list(results.ROOT.glob(pattern)), pattern
+        assert not {file for file in used - imported if fnmatch(file, pattern)}, pattern
+
+
+def test_the_only_commands_that_pages_run_are_generate_and_serve():
+    """USED_BY leaves out the others."""
+    texts = [path.read_text() for path in (results.ROOT / "benchmarks").rglob("*.py")]
+    run = {name for text in texts for name in re.findall(r'"-m", "lookahead", "([\w-]+)"', text)}
+    run |= {name for text in texts for name in re.findall(r"sys\.argv = \['lookahead', '([\w-]+)'", text)}
+    assert run == {"generate", "serve"}
+    assert "src/lookahead/cli/generate.py" not in results.USED_BY
+    assert results.USED_BY["src/lookahead/cli/serve.py"] == ("serve", "startup", "packed_step")
+
+
+def test_a_change_of_the_server_concerns_the_page_of_the_server_alone(plan, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(results, "same_code", lambda one, other, unused: seen.setdefault("unused", unused))
+    for name, needs in (("serve", True), ("rows", False)):
+        step = plan()[0][name]
+        words = step.chosen()
+        command = results.command_line(list(words[2:]), f"python -m {words[1]}")
+        step.page.write_text(json.dumps({"command": command, "where": "x, commit abc, y", "figures": []}))
+        seen.clear()
+        step.is_done()
+        assert ("src/lookahead/server/*" not in seen["unused"]) == needs
+        assert "src/lookahead/parallel/*" in seen["unused"]
 
 
 def test_a_failed_peer_says_why_in_the_readme(tmp_path, monkeypatch):
