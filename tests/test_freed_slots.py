@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fake_cuda import FakeCuda
 from families import tiny_model
 from lookahead import attention
 from lookahead.attention import exact
@@ -12,12 +13,13 @@ from lookahead.targets.attention_hook import TreeAttention
 from lookahead.targets.cpu.execution_plan import KEY_BLOCK
 from lookahead.targets.cuda_graphs import CudaGraphTarget
 from lookahead.targets.equivalence import trial_tree
-from lookahead.targets.exact_mode import ExactTarget
+from lookahead.targets.exact_mode import CapturedExactTarget, ExactTarget
 from lookahead.targets.paths import make_target, probe
 from lookahead.testing import run
 
 LONG, OTHER = [5 + i % 40 for i in range(300)], [11 + i % 30 for i in range(290)]
 SHORT = [7 + i % 50 for i in range(40)]  # long enough that exact mode reads a page of it
+EXACT = {"exact": ExactTarget, "captured-exact": CapturedExactTarget}
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(not attention.has_triton(), reason="no triton"))
 
 
@@ -28,8 +30,8 @@ def model():
 
 def on_path(model, path):
     facts = probe(model).facts
-    if path == "exact":
-        return ExactTarget(model, facts, TreeAttention(model, exact.attend))
+    if path in EXACT:
+        return EXACT[path](model, facts, TreeAttention(model, exact.attend))
     if path in attention.BACKENDS:
         return CudaGraphTarget(model, facts, TreeAttention(model, attention.get(path)), 64)
     return make_target(model, path=path)
@@ -65,7 +67,14 @@ def assert_close(ours, theirs):
     assert (ours - theirs).abs().max() < 1e-4
 
 
-PATHS = ("cpu", "transformers", "exact", "sdpa", "reference", TRITON)
+PATHS = ("cpu", "transformers", *EXACT, "sdpa", "reference", TRITON)
+
+
+@pytest.fixture(autouse=True)
+def device(request, monkeypatch):
+    """A simulated device for the path that always captures."""
+    if request.node.callspec.params["path"] == "captured-exact":
+        return FakeCuda(monkeypatch)
 
 
 @pytest.mark.parametrize("freed", [0, 1])
@@ -116,7 +125,7 @@ def test_nan_of_rejected_rows_ends_with_their_step(model, path):
 
 
 @pytest.mark.filterwarnings("ignore:the logits of a step were NaN with drafts")
-@pytest.mark.parametrize("path", ["transformers", "exact", "sdpa"])
+@pytest.mark.parametrize("path", ["transformers", *EXACT, "sdpa"])
 def test_a_drafted_token_that_gives_nan_changes_no_text(path):
     """Masked rows of the same step have a weight of 0, and 0 times NaN is NaN."""
     model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=1024)
