@@ -100,7 +100,16 @@ class Machine:
         self.device = torch.device("cpu" if tiny else "cuda")
         self.dtype = torch.float32 if tiny else torch.bfloat16
 
-    def measure(self) -> Machine:
+    def start_peak(self) -> None:
+        """Forget the largest use of memory so far."""
+        if not self.tiny:
+            self.torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        """The largest use of memory since ``start_peak``, in bytes; 0 on a CPU."""
+        return 0 if self.tiny else self.torch.cuda.max_memory_allocated()
+
+    def measure(self) -> None:
         """Measure the rates for the lower bounds: a matrix product, and the faster of a sum (read) and a copy."""
         torch = self.torch
         size = 1 << (20 if self.tiny else 30)
@@ -111,7 +120,10 @@ class Machine:
         side = 256 if self.tiny else 8192
         a = torch.randn(side, side, dtype=self.dtype, device=self.device)
         self.rate = 2 * side**3 / self.time(lambda: a @ a)
-        return self
+        table(
+            "measured rates of the lower bounds",
+            f"{self.bandwidth / 1e9:.0f} GB/s, {self.rate / 1e12:.1f} TFLOP/s in {str(self.dtype)[6:]}",
+        )
 
     def time(self, call: Callable[[], Any], repeats: int = 15) -> float:
         """Median seconds by the host's clock, synchronized after each call. The first three calls do not count."""
@@ -180,11 +192,8 @@ class Machine:
             kernel = f"triton {triton.__version__}"
         except ImportError:
             kernel = "no triton"
-        return (
-            f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, {kernel}, "
-            f"bandwidth {self.bandwidth / 1e9:.0f} GB/s, matrix rate {self.rate / 1e12:.1f} TFLOP/s in "
-            f"{str(self.dtype).removeprefix('torch.')}, commit {_commit()}"
-        )
+        versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {kernel}"
+        return f"{name}, {versions}, commit {_commit()}"
 
 
 # ---- certificate
@@ -798,7 +807,6 @@ def check_memory(machine: Machine) -> None:
     from lookahead.targets.attention_hook import TreeAttention
     from lookahead.targets.cuda_graphs import CudaGraphTarget
 
-    torch = machine.torch
     llm = load_llm(machine)
     facts = llm.probe.facts
     weights = sum(p.numel() * p.element_size() for p in llm.model.parameters())
@@ -807,6 +815,7 @@ def check_memory(machine: Machine) -> None:
             if context + 200 > facts.max_positions or time.monotonic() > machine.end:
                 continue
             # Use a new attention, so that no earlier cache is reused.
+            machine.start_peak()
             own = TreeAttention(llm.model, attention.get("auto", machine.device))
             target = CudaGraphTarget(llm.model, facts, own)
             prompt = [1 + i % 50 for i in range(context)]
@@ -818,7 +827,6 @@ def check_memory(machine: Machine) -> None:
             # Report the sizes.
             expected = cache_bytes(facts.shapes, facts.dtype.itemsize, sequences, context + 64)
             graphs = sum(one.bytes for one in target.passes.values())
-            peak = 0 if machine.tiny else torch.cuda.max_memory_allocated()
             row(
                 f"Memory of {llm.name} in {llm.dtype}",
                 f"{sequences} {context}",
@@ -829,13 +837,12 @@ def check_memory(machine: Machine) -> None:
                     "cache, MiB": f"{target.cache.bytes / 2**20:.1f}",
                     "by shapes, MiB": f"{expected / 2**20:.1f}",
                     "captured passes, MiB": f"{graphs / 2**20:.0f}",
-                    "peak, MiB": f"{peak / 2**20:.0f}",
+                    "peak, MiB": f"{machine.peak() / 2**20:.0f}",
                 },
             )
             same = target.cache.bytes == expected
             table(f"cache of {sequences} x {context} tokens has its computed size", str(same), "", same)
-            for slot in range(sequences):
-                target.release(slot)
+            del own, target  # with the cache, which would count in the next peak
 
 
 # ---- ranks
@@ -958,9 +965,9 @@ def main() -> None:
     if given.tiny:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is first imported
     machine = Machine(given.tiny, given.model, given.dtype, given.seconds)
+    print("WHERE", machine.describe(), sep="\t", flush=True)
     if given.name in ("attention", "step"):
         machine.measure()
-        print("WHERE", machine.describe(), sep="\t", flush=True)
     CHECKS[given.name](machine)
 
 

@@ -7,6 +7,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -169,6 +170,38 @@ def test_methods_of_an_attention_share_its_target(monkeypatch):
     checks.compare_methods(machine, llm, targets, names, tallies.update)
     assert len(used) == len(targets)
     assert {key: tally.equal for key, tally in tallies.items()} == dict.fromkeys(names, 1)
+
+
+def test_each_size_has_its_own_peak_of_memory(monkeypatch):
+    """Nothing of the last size is left when the next peak starts."""
+    from lookahead.targets import cuda_graphs
+
+    checks = module("gpu_checks")
+    log, alive, init = [], weakref.WeakSet(), cuda_graphs.GraphStore.__init__
+    monkeypatch.setattr(
+        cuda_graphs.GraphStore, "__init__", lambda self, *given: (init(self, *given), alive.add(self))[0]
+    )
+    machine = checks.Machine(True)
+    machine.start_peak = lambda: log.append(f"start with {len(alive)}")
+    machine.peak = lambda: log.append("peak") or len(log) << 20
+    rows = []
+    monkeypatch.setattr(checks, "row", lambda title, key, **cells: rows.append(cells["peak, MiB"]))
+    monkeypatch.setattr(checks, "table", lambda *given: None)
+    checks.check_memory(machine)
+    assert log == ["start with 0", "peak"] * len(rows)
+    assert rows == [str(2 * number) for number in range(1, len(rows) + 1)]
+    assert len(rows) > 1
+
+
+@pytest.mark.parametrize("part", ["certificate", "memory", "step"])
+def test_every_part_says_on_which_machine_it_ran(monkeypatch, capsys, part):
+    checks = module("gpu_checks")
+    monkeypatch.setitem(checks.CHECKS, part, lambda machine: None)
+    monkeypatch.setattr(sys, "argv", ["gpu_checks.py", part, "--tiny"])
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    checks.main()
+    first = capsys.readouterr().out.splitlines()[0]
+    assert re.fullmatch(r"WHERE\tCPU \(dry run.*, torch .*, transformers .*, commit .*", first)
 
 
 def program(words, out):
