@@ -6,12 +6,20 @@ kernels made for the interpreter cannot be compiled.
 """
 
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import requires
+from pathlib import Path
 
 import pytest
 
 from lookahead import attention
+
+ROOT = Path(__file__).parents[1]
+#: What the metadata of torch's CUDA wheels on PyPI requires, copied because that of the CPU wheels does not have it.
+#: pip install --dry-run --no-deps --report - --platform manylinux_2_28_x86_64 --only-binary :all: --target X torch
+TORCH, TRITON = "2.13.0", "3.7.1"
 
 #: Shared memory per program in KB, by compute capability: Turing, A100, RTX 30, RTX 40, H100, B200, RTX 50.
 SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -111,6 +119,15 @@ def test_the_kernels_compile_with_triton(tmp_path):
     )
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
     assert len(run.stdout.splitlines()) == len(CASES)
+
+
+def test_the_page_names_the_triton_that_torch_requires():
+    """The tests run with this torch; with a CUDA wheel, its own metadata is read."""
+    assert f"torch=={TORCH}" in (ROOT / "constraints.txt").read_text().splitlines()
+    found = re.findall(r"\btriton==([\d.]+); platform_system == .Linux.", "\n".join(requires("torch") or ()))
+    assert set(found) <= {TRITON}
+    page = " ".join((ROOT / "docs" / "attention.md").read_text().split())
+    assert f"with triton {TRITON}, which torch {TORCH.removesuffix('.0')} requires" in page
 
 
 if __name__ == "__main__":
