@@ -41,7 +41,14 @@ def _all_are(value: Any, kind: type) -> bool:
     return isinstance(value, Sequence) and all(isinstance(item, kind) for item in value)
 
 
-def encode(prompt: Prompt, tokenizer: Any, missing: str, vocabulary: int, context: int | None) -> list[int]:
+def encode(
+    prompt: Prompt,
+    tokenizer: Any,
+    missing: str,
+    vocabulary: int,
+    context: int | None,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Token ids of one prompt.
 
     Args:
@@ -50,6 +57,7 @@ def encode(prompt: Prompt, tokenizer: Any, missing: str, vocabulary: int, contex
         missing: why there is no tokenizer, for error messages.
         vocabulary: V.
         context: the model's maximum sequence length in tokens; None for no limit.
+        variables: further variables of the chat template, such as ``tools``.
 
     Raises:
         SettingsError: the prompt is empty, too long or of another type, needs a tokenizer or chat template that is
@@ -64,7 +72,7 @@ def encode(prompt: Prompt, tokenizer: Any, missing: str, vocabulary: int, contex
             raise SettingsError(f"a text prompt needs a tokenizer, and {missing}; give token ids instead")
         ids = list(tokenizer(prompt).input_ids)
     elif _all_are(prompt, Mapping) and len(prompt):
-        ids = _from_messages(prompt, tokenizer, missing)
+        ids = _from_messages(prompt, tokenizer, missing, variables or {})
     elif _all_are(prompt, int) and bool not in map(type, prompt):
         ids = list(prompt)
     else:
@@ -87,7 +95,9 @@ def encode(prompt: Prompt, tokenizer: Any, missing: str, vocabulary: int, contex
     return ids
 
 
-def _from_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Any, missing: str) -> list[int]:
+def _from_messages(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, missing: str, variables: Mapping[str, Any]
+) -> list[int]:
     chat = [dict(message) for message in messages]
     for message in chat:
         if not {"role", "content"} <= message.keys():
@@ -100,8 +110,9 @@ def _from_messages(messages: Sequence[Mapping[str, Any]], tokenizer: Any, missin
             "give the prompt as a string, or use an instruction-tuned model"
         )
     try:
-        return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+        return list(
+            tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, **variables)
+        )
     except Exception as error:  # a template is the model's code and may raise anything
-        raise SettingsError(
-            f"the model's chat template rejects these messages: {first_line(error)}"
-        ) from None
+        given = " and ".join(["these messages", *variables])
+        raise SettingsError(f"the model's chat template rejects {given}: {first_line(error)}") from None

@@ -10,7 +10,6 @@ import torch
 
 from .. import __version__
 from ..core import Drafter, Request, SettingsError
-from ..core.errors import first_line
 from ..core.verify import as_choose
 from ..drafters import as_drafter
 from ..engine.prompts import encode
@@ -71,14 +70,19 @@ class Preparer:
                 drafter=self.settings.drafting(),
             )
 
-    def encode(self, prompt: Any, param: str) -> list[int]:
+    def encode(self, prompt: Any, param: str, variables: dict[str, Any] | None = None) -> list[int]:
         """Token ids of a prompt, with room for at least one more token.
 
+        Args:
+            prompt: a string, chat messages or token ids.
+            param: the prompt's field in the request.
+            variables: further variables of the chat template.
+
         Raises:
-            SettingsError: the prompt is not valid; ``param`` names its field.
+            SettingsError: the prompt is not valid.
         """
         llm = self.llm
-        ids = encode(prompt, llm.tokenizer, llm.tokenizer_error, llm.vocabulary, None)
+        ids = encode(prompt, llm.tokenizer, llm.tokenizer_error, llm.vocabulary, None, variables)
         if len(ids) >= self.context:
             raisable = self.longest is None or self.context < self.longest
             most = "" if self.longest is None else f" (at most {self.longest} with this model)"
@@ -139,24 +143,14 @@ class Preparer:
             tools: the tools that may be called.
             effort: ``reasoning_effort`` for the chat template; None for the template's own default.
         """
-        tokenizer = self.llm.tokenizer
-        template = str(getattr(tokenizer, "chat_template", None) or "")
+        template = str(getattr(self.llm.tokenizer, "chat_template", None) or "")
         messages = with_tools(messages, tools, template)
         variables: dict[str, Any] = {}
         if tools and "tools" in template:
             variables["tools"] = tools
         if effort is not None and "reasoning_effort" in template:
             variables["reasoning_effort"] = effort
-        if not variables:
-            return self.encode(messages, "messages")
-        try:
-            chat = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False, **variables
-            )
-        except Exception as error:  # templates raise errors of many types
-            given = " and ".join(["messages", *(name for name in variables if name == "reasoning_effort")])
-            raise SettingsError(f"{given}: the chat template rejects them: {first_line(error)}") from None
-        return self.encode(list(chat), "messages")
+        return self.encode(messages, "messages", variables)
 
     def _fingerprint(self) -> str:
         """The server properties that a completion may depend on: version, dtype, device type."""
