@@ -1,13 +1,13 @@
-"""The rule for the number of rows of a step. It depends only on the tokens and the cost curve; no clock is read.
+"""The rule that sets the number of rows of a step. It uses the tokens and the cost curve, and reads no clock.
 
-F(k) is the expected number of tokens of a step of k rows, and c(k) is its cost in plain steps (``cost``). r is this
-sequence's recent number of tokens per plain step's time, at least 1. A step gets the k that maximises
+For a step of k rows, F(k) is the expected number of emitted tokens, and c(k) is the cost in plain steps (``cost``). r
+is the sequence's recent rate, in tokens per plain step's time, and is at least 1. Each step has the number of rows k
+that maximises
 
     F(k) + EXPLORATION * (k - 1) - r * c(k)
 
-k = 1 is always a candidate. Its cost is 1 plus that of drafting, because the tree has been grown when the rule
-chooses. Maximising F(k) / c(k) in each step does not give the best long-run rate; maximising the
-difference, with the long-run rate as the price of a plain step's time, does (renewal reward). An example:
+Maximising F(k) / c(k) in each step would not give the best rate in the long run. Maximising this difference, in which
+r is the price of a plain step's time, does (renewal reward). An example:
 
     k                        1     2     4     6     8    12    16
     F(k)                  1.00  1.60  2.30  2.68  2.95  3.29  3.43
@@ -15,15 +15,18 @@ difference, with the long-run rate as the price of a plain step's time, does (re
     F(k) - c(k)           0.00  0.58  1.25  1.56  1.75  1.84  1.73    r = 1: 12 rows
     F(k) - 2 c(k)        -1.00 -0.44  0.20  0.44  0.55  0.39  0.03    r = 2: 8 rows
 
-A sequence with a high acceptance rate has a larger r: its time is worth more tokens, so it drafts fewer unlikely
-rows.
+If many tokens of a sequence are accepted, r is larger: each plain step's time must yield more tokens, so the rule
+leaves out the less likely rows.
 
-F is 1 plus the sum of the rows' probabilities, discounted by depth (``DEEPER``) and corrected by the ratio of
-accepted to expected tokens in recent steps. EXPLORATION is the benefit to later steps from the logits of one more
-row, accepted or not. Growing a tree that is not used is overhead. So after each tree for which the rule chose one
-row, no tree is grown for 0, 1, 3, 7, ... steps, until the overhead is at most ``IDLE_SHARE`` of the time.
+**F.** F(k) is 1 plus the sum of the probabilities of the k - 1 drafted rows. These probabilities are discounted by
+depth (``DEEPER``) and multiplied by the ratio of accepted to expected tokens in recent steps. EXPLORATION is what the
+logits of one more row, accepted or not, add to later steps.
 
-In a batch, all sequences wait for each other's rows, so the curve is evaluated at the total number of rows
+**One row.** k = 1 is always possible. The rule chooses after the tree has been grown, so even one row costs a plain
+step plus the drafting. To limit this overhead, a tree for which the rule chose one row is followed by 0, 1, 3, 7, ...
+steps without growing a tree, until unused trees take at most ``IDLE_SHARE`` of the time.
+
+**Batches.** All sequences of a batch wait for each other's rows, so c is taken at the total number of rows
 (``CostCurve.table``).
 """
 
