@@ -32,9 +32,10 @@ from lookahead.cli.bench import command_line
 from lookahead.core import SettingsError
 
 from .datasets import load_workload
-from .llamacpp_server import build_of
+from .llamacpp_build import build_of
 from .page import write_page
 from .paper import committed
+from .quiet import load_text, processor
 from .serve import running
 
 #: What we measure on llama.cpp. The triple is the one compiled into llama-lookahead.
@@ -274,7 +275,8 @@ def main(words: Sequence[str] | None = None) -> None:
     }
     committed.write(arguments.out.parent / "records" / f"{arguments.out.name}.jsonl.gz", head, records)
     figures = tables(records)
-    body = [ABOUT, "", f"llama.cpp: {software}.", ""]
+    loads = load_text(record["load"] for record in records)
+    body = [ABOUT, "", f"llama.cpp: {software}. Processor: {processor()}. {loads}", ""]
     for name, rows in figures.items():
         count = len({record["prompt"] for record in records if record["workload"] == name})
         body += [

@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
-import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -30,15 +27,12 @@ from lookahead.bench.methods import Method, ModelUnderTest, Outcome, RunOptions
 from lookahead.core import SettingsError
 
 from .gguf_peer import MissingPackage, outcome_of
+from .llamacpp_build import build_of
 from .serve import running
 
 LLAMA_SERVER = "llamacpp-server"
 #: Tokens of context.
 CONTEXT = 4096
-#: Build options in CMake's cache that change the speed on a CPU.
-OPTIONS = (
-    r"^(CMAKE_BUILD_TYPE|CMAKE_C_FLAGS|GGML_NATIVE|GGML_OPENMP|GGML_LTO|GGML_BLAS|GGML_CPU_REPACK):\w+=(.*)$"
-)
 _open = ExitStack()
 atexit.register(_open.close)
 
@@ -51,18 +45,6 @@ def shares(total: int, parts: int) -> list[int]:
     """
     ends = [total * (part + 1) // parts for part in range(parts)]
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-@cache
-def build_of(program: Path) -> str:
-    """Version, compiler and build options of one of llama.cpp's programs; CMake's cache has the options, if there."""
-    said = subprocess.run([program, "--version"], capture_output=True, text=True)
-    lines = (said.stdout + said.stderr).splitlines()
-    found = [line.removeprefix("version: ") for line in lines if line.startswith(("version", "built with"))]
-    cache_file = program.resolve().parents[1] / "CMakeCache.txt"
-    options = cache_file.read_text(errors="replace") if cache_file.is_file() else ""
-    found += [f"{name}={value}" for name, value in re.findall(OPTIONS, options, flags=re.M) if value]
-    return "; ".join(found) or "version unknown"
 
 
 class LlamaServer(Method):

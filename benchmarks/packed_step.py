@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -37,6 +38,7 @@ from lookahead.core import TokenTree
 
 from .convert_gguf import convert
 from .page import write_page
+from .quiet import load_text, processor
 from .step import SHAPES, read_bandwidth, sample_tree
 
 OWN = "own"
@@ -260,6 +262,14 @@ def page(lines: list[dict[str, Any]]) -> list[str]:
     return [*body, markdown_table(heads, rows, texts=2)]
 
 
+def peer() -> str:
+    """The version of llama.cpp's package and the instructions that it was compiled for."""
+    import llama_cpp
+
+    compiled = llama_cpp.llama_print_system_info().decode().strip()
+    return f"llama-cpp-python {version('llama-cpp-python')}: {compiled}."
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
@@ -281,7 +291,11 @@ def main() -> None:
         names += f" and random weights of shapes of {' and '.join(shapes)}"
     record = {**where, "model": names, "dtype": "packed weights", "load": load}
     write_page(
-        given.out, "Packed files: start, memory and steps beside llama.cpp", record, lines, page(lines)
+        given.out,
+        "Packed files: start, memory and steps beside llama.cpp",
+        record,
+        lines,
+        [*page(lines), "", f"{peer()} Processor: {processor()}. {load_text([load, os.getloadavg()[0]])}"],
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from lookahead.core import SettingsError
@@ -11,6 +13,20 @@ from lookahead.core import SettingsError
 #: Number of cores that other programs may use.
 SHARE = 0.1
 STAT = Path("/proc/stat")
+
+
+def processor() -> str:
+    """The processor's family, model and stepping, which its name may hide."""
+    file = Path("/proc/cpuinfo")
+    lines = dict.fromkeys(file.read_text().splitlines()) if file.is_file() else {}
+    parts = (line.replace("\t", "") for line in lines if re.match(r"(cpu family|model|stepping)\s*:", line))
+    return ", ".join(parts) or "unknown"
+
+
+def load_text(loads: Iterable[float | None]) -> str:
+    """The load averages of measurements as a sentence; empty if unknown."""
+    known = [load for load in loads if load is not None]
+    return f"Load average: {min(known):.1f} to {max(known):.1f}." if known else ""
 
 
 def used_by_others(seconds: float = 2.0) -> float:

@@ -38,7 +38,7 @@ from .convert_gguf import BY_LLAMA_CPP, convert, export
 from .datasets import SETS
 from .llamacpp_server import LLAMA_SERVER
 from .paper import committed
-from .quiet import require_quiet
+from .quiet import load_text, processor, require_quiet
 
 ROOT = Path(__file__).parent.parent
 RESULTS, RECORDS = ROOT / "docs" / "results", ROOT / "build" / "results"
@@ -178,7 +178,9 @@ class Step:
         if not self.page.is_file():
             return False
         facts = json.loads(self.page.read_text())
-        if self.name.startswith("bench-") and any("failed" in line for line in facts["figures"]):
+        if facts.get("failed") or (
+            self.name.startswith("bench-") and any("failed" in x for x in facts["figures"])
+        ):
             return False  # a peer that failed is tried again
         words = self.chosen()
         command = command_line(list(words[2:]), f"python -m {words[1]}")
@@ -200,7 +202,7 @@ class Step:
         summary = json.loads((folder / "summary.json").read_text())
         wanted = set(summary["keys"])  # the folder may have records of other commits and limits
         records = [record for record in Records(folder).read() if record["key"] in wanted]
-        head = {"command": summary["command"], "software": _software(records), "processor": _processor()}
+        head = {"command": summary["command"], "software": _software(records), "processor": processor()}
         committed.write(RESULTS / "records" / f"{self.name}.jsonl.gz", head, records)
         text, facts = side_by_side(self.name)
         (RESULTS / f"{self.name}.md").write_text(text, encoding="utf-8")
@@ -240,7 +242,8 @@ def side_by_side(name: str) -> tuple[str, str]:
     text, facts = page_of(records, head["command"])
     title = f"Methods side by side, {name.removeprefix('bench-')}"
     if "software" in head:
-        text += f"\n{head['software']} Processor: {head['processor']}.\n"
+        text += f"\n{head['software']} Processor: {head['processor']}. "
+        text += f"{load_text(record.get('load') for record in records)}\n"
     origin = f"Every figure of this page is computed from [its records](records/{name}.jsonl.gz)."
     page = f"# {title}\n\n{text}\n{origin}\n\n![{figure_text(facts)}]({name}.svg)\n"
     return page, json.dumps(facts, indent=1) + "\n"
@@ -255,14 +258,6 @@ def _software(records: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"Other libraries: {', '.join(f'{name} {value}' for name, value in found.items())}." if found else ""
     )
-
-
-def _processor() -> str:
-    """The processor's family, model and stepping, which its name may hide."""
-    file = Path("/proc/cpuinfo")
-    lines = dict.fromkeys(file.read_text().splitlines()) if file.is_file() else {}
-    parts = (line.replace("\t", "") for line in lines if re.match(r"(cpu family|model|stepping)\s*:", line))
-    return ", ".join(parts) or "unknown"
 
 
 def figure_text(facts: Mapping[str, Any]) -> str:

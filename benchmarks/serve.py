@@ -39,6 +39,8 @@ from lookahead.core import LookaheadError, SettingsError
 from lookahead.records import finite
 
 from .datasets import load_workload
+from .llamacpp_build import build_of
+from .quiet import load_text, processor
 
 #: Tokens of a slot of llama.cpp's server: the prompts have at most some hundred tokens.
 CONTEXT = 1024
@@ -323,6 +325,7 @@ def write_page(rounds: Sequence[Round], other: Other | None, threads: int, out: 
         "over requests, tokens/s is the total of all clients. All methods have the same number of rounds, and their "
         "order alternates.",
         f"{other.name}: {other.about}; it rounds differently, so its texts may differ." if other else "",
+        f"Processor: {processor()}. {load_text(record['load'] for record in records)}",
         busy,
     ]
     text = "\n\n".join(["# The server under load", f"`{command}`", *filter(None, notes), table(rounds)])
@@ -389,7 +392,10 @@ def _measure(given: argparse.Namespace) -> tuple[list[Round], Other | None, int]
         other = None
         if kind == "llamacpp":
             start = partial(started_llamacpp, file, threads, given.bin)
-            other = Other("llama.cpp's server", f"on {Path(file).name}, with as many slots as clients", start)
+            about = f"on {Path(file).name}, with as many slots as clients"
+            if given.bin is not None:
+                about += f" (version {build_of(given.bin / 'llama-server')})"
+            other = Other("llama.cpp's server", about, start)
         elif given.against:
             other = Other("other", given.against, lambda clients: nullcontext(given.against))
         rounds = measure(

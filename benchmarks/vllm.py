@@ -26,6 +26,7 @@ from transformers import AutoTokenizer
 from lookahead.bench import Records
 from lookahead.bench.record import commit, environment, key_of
 from lookahead.bench.report import markdown_table
+from lookahead.bench.run import reason_of
 from lookahead.cli.shared import numbers
 from lookahead.core import LookaheadError, SettingsError
 from lookahead.drafters.adaptive.settings import SOURCES
@@ -33,6 +34,7 @@ from lookahead.drafters.adaptive.settings import SOURCES
 from .chain_s import table
 from .datasets import SETS, load_workload
 from .page import write_page
+from .quiet import load_text, processor
 from .vllm_run import RESULT
 
 PLAIN, NGRAM, OURS = "plain", "ngram", "ours"
@@ -63,7 +65,8 @@ def measure(given: Record) -> Record:
         if line.startswith(RESULT):
             result: Record = json.loads(line.removeprefix(RESULT))
             return result
-    raise LookaheadError(f"a run must end with its result, and it ended with {done.stderr[-1000:]}")
+    said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+    raise LookaheadError(f"a run must end with its result, and it ended with {said[-1]}")
 
 
 def s_of(record: Record, name: str | None = None) -> float:
@@ -139,6 +142,7 @@ def main(words: Sequence[str] | None = None) -> None:
     # Prompts of one set arrive at different times, as in a server.
     prompts = [pair for _, pair in sorted(enumerate(prompts), key=lambda entry: entry[0] % arguments.limit)]
     store, chosen = Records(arguments.records), []
+    failed: dict[str, str] = {}
     known = {record["key"]: record for record in store.read() if record["commit"] == commit()}
     for clients in numbers(arguments.clients, "--clients"):
         for method in arguments.method or METHODS:
@@ -156,6 +160,11 @@ def main(words: Sequence[str] | None = None) -> None:
             given["prompts"] = [ids for _, ids in prompts]
             key = key_of(method, given)
             if key not in known:
+                try:
+                    measured = measure(given)
+                except LookaheadError as error:  # the rest of the page is made
+                    failed[f"{method}, {clients} client{'s' if clients > 1 else ''}"] = reason_of(error)
+                    continue
                 known[key] = {
                     "key": key,
                     "method": method,
@@ -163,13 +172,13 @@ def main(words: Sequence[str] | None = None) -> None:
                     "sets": [name for name, _ in prompts],
                     "load": os.getloadavg()[0],
                     **environment(),
-                    **measure(given),
+                    **measured,
                 }
                 store.append(known[key])
                 print(f"{method}, {clients} clients: S {s_of(known[key]):.2f}", flush=True)
             chosen.append(known[key])
     if not chosen:
-        raise SettingsError("nothing was measured")
+        raise SettingsError(f"nothing was measured: {failed}")
     record = chosen[-1] | {"model": arguments.model.name, "dtype": arguments.dtype}
     record["load"] = max(each["load"] for each in chosen)
     figures = [
@@ -184,6 +193,10 @@ def main(words: Sequence[str] | None = None) -> None:
         "Equal: to plain decoding with as many clients.",
         "",
         *page(chosen),
+        *(f"- {name} failed: {reason}" for name, reason in failed.items()),
+        "",
+        f"Processor: {processor()}. {load_text(each['load'] for each in chosen)}",
+        "",
         "## The same prompts on this library's own engine",
         "",
         "Every step drafts, one text at a time; each line takes away something that vLLM's interface does not allow.",
@@ -198,7 +211,7 @@ def main(words: Sequence[str] | None = None) -> None:
         ),
         "",
     ]
-    print(write_page(arguments.out, "Drafting on vLLM", record, figures, body))
+    print(write_page(arguments.out, "Drafting on vLLM", record, figures, body, failed=failed))
 
 
 if __name__ == "__main__":

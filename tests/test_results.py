@@ -505,3 +505,42 @@ def test_a_page_that_fails_does_not_stop_the_others(error, tmp_path, monkeypatch
     assert results.measure(results.Sources(tmp_path, 1)) == ["serve"]
     assert made == ["dynamics", "step"]
     assert "serve failed: " in capsys.readouterr().out
+
+
+def test_a_method_of_vllm_that_fails_is_named_and_the_rest_of_the_page_is_made(tmp_path, monkeypatch, capsys):
+    from benchmarks import vllm as page
+
+    tokenizer = SimpleNamespace(from_pretrained=lambda path: None)
+    monkeypatch.setattr(page, "AutoTokenizer", tokenizer)
+    prompt = SimpleNamespace(tokens=lambda tokenizer: [1, 2, 3])
+    monkeypatch.setattr(page, "load_workload", lambda name, limit, data: [prompt])
+    monkeypatch.setattr(page, "table", lambda *given: "no table")
+
+    def run(command, input, **named):
+        given = json.loads(input)
+        if (given["engine"]["speculative_config"] or {}).get("method") == "suffix":
+            return SimpleNamespace(stdout="", stderr="Traceback\nImportError: no arctic\n\n", returncode=1)
+        texts = [[1, 2]] * len(page.SETS)
+        found = {"vllm": "1", "seconds": 1.0, "decoding": [4, 1.0], "step": 0.1, "texts": texts}
+        return SimpleNamespace(
+            stdout=page.RESULT + json.dumps(found | {"steps": [1] * len(texts)}), stderr="", returncode=0
+        )
+
+    monkeypatch.setattr(page, "subprocess", SimpleNamespace(run=run))
+    words = ["model", "--data", "data", "--limit", "1", "--clients", "1", "--records", str(tmp_path / "r")]
+    page.main([*words, "--out", str(tmp_path / "vllm")])
+    text, facts = ((tmp_path / f"vllm.{suffix}").read_text() for suffix in ("md", "json"))
+    assert "\n- suffix, 1 client failed: " in text
+    assert "ended with ImportError: no arctic\n" in text
+    assert "\n| ours, always drafting |" in text
+    assert "suffix, 1 client" in json.loads(facts)["failed"]
+
+
+def test_a_page_with_a_failed_peer_is_made_again(plan):
+    step = plan()[0]["rows"]
+    command = results.command_line(list(step.words[2:]), f"python -m {step.words[1]}")
+    facts = {"command": command, "where": f"a machine, commit {results.commit()}, a model", "figures": []}
+    step.page.write_text(json.dumps(facts))
+    assert step.is_done()
+    step.page.write_text(json.dumps(facts | {"failed": {"suffix": "no package"}}))
+    assert not step.is_done()
