@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -11,29 +10,28 @@ from pathlib import Path
 import pytest
 
 import soak
-from processes import Command
+from processes import Command, forks
 
-HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 
 
-def form(*words):
-    """Run it in a separate process, free of other tests' memory."""
-    source = str(Path(soak.lookahead.__file__).parents[1])
-    return subprocess.run(
-        [sys.executable, str(HERE / "soak.py"), *map(str, words)],
-        env=soak.os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+def form(out, words):
+    """Run it in a forked process, free of other tests' memory."""
+    soak.torch.set_num_threads(2)
+    os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    sys.argv = ["soak.py", *map(str, words)]
+    soak.main()
 
 
 def test_memory_is_flat_and_nothing_is_left_behind(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A page\n")
-    done = form("memory", "--count", 60, "--report", page)
-    assert done.returncode == 0, done.stdout + done.stderr
+    out = tmp_path / "out"
+    process = forks().Process(target=form, args=(out, ["memory", "--count", 60, "--report", page]))
+    process.start()
+    process.join(280)
+    assert process.exitcode == 0, out.read_text()
     assert page.read_text().startswith("# A page\n\n## Memory\n\n`python tests/soak.py memory --count 60`")
 
 
