@@ -273,7 +273,9 @@ def main(words: Sequence[str] | None = None) -> None:
         "command": command_line(list(words), "python -m benchmarks.llamacpp_examples"),
         "software": software,
     }
-    committed.write(arguments.out.parent / "records" / f"{arguments.out.name}.jsonl.gz", head, records)
+    path = arguments.out.parent / "records" / f"{arguments.out.name}.jsonl.gz"
+    committed.write(path, head, records)
+    _, records = committed.read(path)  # with the rounded times, from which the page can be computed again
     figures = tables(records)
     loads = load_text(record["load"] for record in records)
     body = [ABOUT, "", f"llama.cpp: {software}. Processor: {processor()}. {loads}", ""]

@@ -45,17 +45,19 @@ RESULTS, RECORDS = ROOT / "docs" / "results", ROOT / "build" / "results"
 README, README_ZH = ROOT / "README.md", ROOT / "README.zh.md"
 PAPERS = "lookahead:15,5,15"
 METHODS = ("prompt-lookup", PAPERS, "adaptive")
-#: study -> (prompts for each prompt of the limit, minutes for one of them), on weights as the file packs them
+#: study -> (prompts for each prompt of the limit, minutes for one of them), on weights as the file packs them. At a
+#: limit of 8, each data set has ten prompts, the scaling law's twenty; fewer are refused by the tests of the records.
 STUDY = {
-    "ablation": (0.5, 0.8),
-    "scaling-law": (0.4, 2.5),
-    "sampling-quality": (1.0, 0.8),
-    "end-to-end": (0.4, 2.0),
-    "parallel": (0.2, 6.0),
-    "attention": (0.3, 1.5),
+    "ablation": (1.25, 0.8),
+    "sampling-quality": (1.25, 0.8),
+    "attention": (1.25, 0.75),
+    "end-to-end": (1.25, 2.0),
+    "scaling-law": (2.5, 1.25),
+    "parallel": (1.25, 3.0),
 }
-#: study -> further options. End to end has eleven data sets.
-STUDY_OPTIONS = {"end-to-end": ("--max-new-tokens", "64")}
+#: Further options of studies that decode each prompt by many methods, or many data sets.
+SHORT = ("--max-new-tokens", "64")
+STUDY_OPTIONS = dict.fromkeys(("attention", "end-to-end", "scaling-law", "parallel"), SHORT)
 #: Data sets of the page of transformers, which is slow.
 FEW = ("humaneval", "gsm8k", "mt-bench")
 #: How often each prompt is decoded on the pages of packed weights.
@@ -287,17 +289,12 @@ class Sources:
     @property
     def most(self) -> int:
         """Prompts of each data set of the page in the README, whose peers are slow."""
-        return max(2, 3 * self.limit // 4)
+        return max(2, 7 * self.limit // 8)
 
     @property
     def half(self) -> int:
         """Prompts of each data set of pages that need fewer."""
         return max(2, self.limit // 2)
-
-    @property
-    def few(self) -> int:
-        """Prompts of each data set of pages that need even fewer: with six sets, 18 pairs at a limit of 8."""
-        return max(2, 3 * self.limit // 8)
 
     @property
     def fewest(self) -> int:
@@ -343,16 +340,11 @@ def steps(given: Sources) -> list[Step]:
         if has_llama_cpp:
             words = ["--types", "own", "Q4_0", "Q4_K_M", "0.5B", "1B", "--rounds", 9, "--starts", 3]
             plan("packed-step", 7, "packed_step", *words)
-    # The paper's results, exact mode, and several sequences.
-    for name, (share, minutes) in STUDY.items():
-        prompts = max(1, int(share * limit))
-        words = [name, *data, "--limit", prompts, *STUDY_OPTIONS.get(name, ())]
-        plan(name, minutes * prompts, "paper", *words, "--records", f"build/results/{name}")
+    # Inside a text, several sequences, exact mode, transformers and vLLM.
     plan("dynamics", 2 * given.fewest, "dynamics", *data, "--limit", given.fewest)
     plan("pass-rate", 3, "pass_rate", *data)
     plan("batch-size", max(1.5, 0.4 * given.half), "batch_size", *data, "--limit", given.half)
     plan("exact", 8.5, "exact_text")
-    # transformers, vLLM and trained drafters, which take long.
     if model is not None:
         planned.append(_beside_transformers(given))
     if model is None or not (ROOT / VLLM).is_file():
@@ -362,6 +354,11 @@ def steps(given: Sources) -> list[Step]:
         words = [_exported(model), *data, "--limit", prompts, "--tokens", 64, "--clients", "1,4"]
         words = ["-m", "benchmarks.vllm", *map(str, words), "--out", "docs/results/vllm"]
         planned.append(Step("vllm", tuple(words), 12 + 5 * prompts, python=str(ROOT / VLLM)))
+    # The paper's results and trained drafters, which take long.
+    for name, (share, minutes) in STUDY.items():
+        prompts = max(1, int(share * limit))
+        words = [name, *data, "--limit", prompts, *STUDY_OPTIONS.get(name, ())]
+        plan(name, minutes * prompts, "paper", *words, "--records", f"build/results/{name}")
     missing = [str(path) for path in (*TRAINED, given.text) if not (ROOT / path).exists()]
     if missing:
         _left_out("trained", why=f"{' and '.join(missing)} must exist; benchmarks/drafters trains them")
@@ -391,14 +388,14 @@ def _packed(given: Sources) -> list[Step]:
         small, large = _converted(model, "Q4_0"), _converted(model, "Q8_0")
         methods = [f"openvino-greedy:{small}", *(f"openvino-lookup:{small}:{each}" for each in LOOKUPS)]
         methods += [f"openvino-greedy:{large}", f"openvino-lookup:{large}:{LOOKUPS[0]}"]
-        words = _beside(small, FEW, given, given.few, 1, methods)
-        planned.append(_to_records(OPENVINO_PAGE, words, 0.8 * given.few))
+        words = _beside(small, FEW[::2], given, max(2, 5 * given.limit // 4), 1, methods)
+        planned.append(_to_records(OPENVINO_PAGE, [*words, *SHORT], 0.4 * given.limit))
     # page, format, temperature, prompts of each set, minutes for one of them
     for name, kind, temperature, limit, minutes in (
         ("bench-packed", "Q4_0", 0.0, given.most, 5),
-        ("bench-packed-q4_k_m", "Q4_K_M", 0.0, given.few, 1.5),
-        ("bench-packed-sampled", "", 0.7, given.few, 1),
-        ("bench-packed-head", "", 0.0, given.few, 0.6),
+        ("bench-packed-q4_k_m", "Q4_K_M", 0.0, given.half, 1.5),
+        ("bench-packed-sampled", "", 0.7, given.half, 1),
+        ("bench-packed-head", "", 0.0, given.half, 0.6),
     ):
         if kind in BY_LLAMA_CPP and not has_llama_cpp:
             _left_out(name, why=f"llama-cpp-python makes {kind}")
@@ -432,8 +429,8 @@ def _packed(given: Sources) -> list[Step]:
 def _beside_transformers(given: Sources) -> Step:
     """transformers beside ours, in bf16."""
     methods = ["prompt-lookup", "adaptive", "hf-greedy", "hf-prompt-lookup"]
-    words = ["--dtype", "bfloat16", *_beside(None, FEW, given, given.fewest, 2, methods)]
-    return _to_records("bench-bf16", words, 1.7 * given.fewest)
+    words = ["--dtype", "bfloat16", *_beside(None, FEW, given, max(2, 5 * given.limit // 8), 2, methods)]
+    return _to_records("bench-bf16", [*words, *SHORT], 0.5 * given.limit)
 
 
 def _beside(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import results
+from benchmarks import llamacpp_examples, results
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import (
     ablation,
@@ -188,7 +188,9 @@ def test_spec_bench_and_mt_bench_are_other_prompts(tmp_path):
 
 ROOT = Path(__file__).parent.parent
 RECORDS = sorted((ROOT / "docs/results/records").glob("*.jsonl.gz"))
-COMMITTED = [path for path in RECORDS if not path.name.startswith("bench-")]
+BESIDE = [path for path in RECORDS if path.name.startswith("bench-")]
+EXAMPLES = ROOT / "docs/results/records/llamacpp-examples.jsonl.gz"
+COMMITTED = [path for path in RECORDS if path not in (*BESIDE, EXAMPLES)]
 
 
 def name_of(path):
@@ -206,7 +208,7 @@ def test_every_figure_of_a_page_is_what_its_records_say(path):
     assert study.page_facts(head, records, page) == (folder / f"{name}.json").read_text()
 
 
-@pytest.mark.parametrize("name", [name_of(path) for path in RECORDS if path not in COMMITTED])
+@pytest.mark.parametrize("name", list(map(name_of, BESIDE)))
 def test_every_figure_of_methods_side_by_side_is_what_its_records_say(name):
     page, facts = results.side_by_side(name)
     folder = ROOT / "docs/results"
@@ -214,7 +216,17 @@ def test_every_figure_of_methods_side_by_side_is_what_its_records_say(name):
     assert facts == (folder / f"{name}.json").read_text()
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+@pytest.mark.skipif(EXAMPLES not in RECORDS, reason="measured before this page had records")
+def test_every_figure_of_llama_cpps_examples_is_what_its_records_say():
+    _, records = committed.read(EXAMPLES)
+    folder = ROOT / "docs/results"
+    assert (
+        llamacpp_examples.tables(records)
+        == json.loads((folder / "llamacpp-examples.json").read_text())["figures"]
+    )
+
+
+@pytest.mark.parametrize("path", [*BESIDE, *COMMITTED], ids=lambda path: path.name)
 def test_committed_records_are_whole(path):
     """Equality agrees with the completions' hashes, and no data-set text is committed."""
     head, records = committed.read(path)

@@ -129,10 +129,10 @@ def plan(tmp_path, monkeypatch, capsys):
     return planned
 
 
-OTHERS = [*results.STUDY, "dynamics", "pass-rate", "batch-size", "exact"]
+OTHERS = ["dynamics", "pass-rate", "batch-size", "exact"]
 PACKED = ["bench-packed", "bench-packed-q4_k_m", "bench-packed-sampled", "bench-packed-head"]
 EVERY_PAGE = ["bench-openvino", *PACKED, "startup", "llamacpp-examples", "serve", "rows"]
-EVERY_PAGE += ["packed-accuracy", "packed-step", *OTHERS, "bench-bf16", "vllm", "trained"]
+EVERY_PAGE += ["packed-accuracy", "packed-step", *OTHERS, "bench-bf16", "vllm", *results.STUDY, "trained"]
 
 
 def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
@@ -145,14 +145,14 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     packed = " ".join(pages["bench-packed"].chosen())
     assert "benchmarks.side_by_side build/results/SmolLM2.Q4_0.gguf --workload humaneval" in packed
     assert packed.endswith(
-        "--limit 7 --repeats 3 --no-warm --method prompt-lookup lookahead:15,5,15 adaptive "
+        "--limit 8 --repeats 3 --no-warm --method prompt-lookup lookahead:15,5,15 adaptive "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf llamacpp-server:build/results/SmolLM2.IQ4_NL.gguf "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-mod "
         "openvino-greedy:build/results/SmolLM2.Q4_0.gguf "
         "openvino-lookup:build/results/SmolLM2.Q4_0.gguf:10,3 --out build/results/bench-packed"
     )
     for name in ("bench-packed-q4_k_m", "bench-packed-sampled"):
-        assert "--limit 3 --repeats 3" in " ".join(pages[name].words)
+        assert "--limit 5 --repeats 3" in " ".join(pages[name].words)
     assert pages["rows"].words[-2:] == ("--prompts", "2")
     tried = " ".join(pages["bench-openvino"].words)
     for setting in (*results.LOOKUPS, ""):
@@ -163,9 +163,24 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     small, _ = plan(["llama_cpp"], limit=1, llamacpp_bin=tmp_path / "bin")
     assert "--limit 2 " in " ".join(small["bench-packed-sampled"].words)
     assert "--limit 1 " in " ".join(small["llamacpp-examples"].words)
-    for limit, most in ((8, 140), (10, 170)):
+    for limit, most in ((8, 220), (10, 270)):
         pages, _ = plan(["llama_cpp", "openvino_genai"], limit=limit, llamacpp_bin=tmp_path / "bin")
         assert 90 < sum(step.minutes for name, step in pages.items() if name != "trained") < most
+
+
+@pytest.mark.parametrize("limit", [8, 10])
+def test_the_plan_has_as_many_prompts_as_committed_records_must_have(plan, limit):
+    """The numbers of test_committed_records_are_whole, which decodes of one prompt by one method are pairs for."""
+    pages, _ = plan(["llama_cpp", "openvino_genai"], limit=limit)
+    with_records = [name for name in pages if name.startswith("bench-") or name in results.STUDY]
+    assert len(with_records) == 6 + len(results.STUDY)
+    for name in with_records:
+        words = pages[name].words
+        prompts, repeats = (
+            int(words[words.index(option) + 1]) if option in words else 1
+            for option in ("--limit", "--repeats")
+        )
+        assert prompts * repeats >= (20 if name in ("scaling-law", "bench-packed") else 10), name
 
 
 def test_what_the_plan_leaves_out_is_a_line(plan):
@@ -199,13 +214,14 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
         in printed
     )
     assert "bench-openvino: left out; openvino-genai is not installed" in printed
-    assert list(plan(model="")[0]) == ["startup", "serve", "rows", *OTHERS]
+    assert list(plan(model="")[0]) == ["startup", "serve", "rows", *OTHERS, *results.STUDY]
 
 
 def test_a_page_is_made_once_by_a_commit_and_command(plan, tmp_path):
     step = plan()[0]["parallel"]
     assert not step.is_done()
-    command = "python -m benchmarks.paper parallel --data data --limit 2 --records build/results/parallel"
+    command = "python -m benchmarks.paper parallel --data data --limit 12 --max-new-tokens 64"
+    command += " --records build/results/parallel"
     facts = {"command": command, "where": f"a machine, commit {results.commit()}, a model"}
     step.page.write_text(json.dumps(facts))
     assert step.is_done()
