@@ -175,7 +175,11 @@ def device(monkeypatch):
     return FakeCuda(monkeypatch)
 
 
-@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS, 3 * PROMPTS], ids=["one", "two", "six"])
+@pytest.mark.parametrize(
+    "prompts",
+    [PROMPTS[:1], PROMPTS, 3 * PROMPTS],
+    ids=["one", "two", "six"],
+)
 def test_replays_give_the_text_of_plain_decoding(model, device, prompts):
     target = captured(model, 64)
     generations = assert_same_as_autoregressive(target, prompts, "5,4,7", 60)
@@ -184,6 +188,22 @@ def test_replays_give_the_text_of_plain_decoding(model, device, prompts):
     captures = sum(what == "capture" for what, *_ in device.log)
     assert replays > 20
     assert 0 < captures <= 12
+
+
+@pytest.mark.parametrize(("sequences", "bucket"), [(2, 2), (3, 4), (8, 8), (13, 16)])
+def test_replays_of_batches_have_the_logits_of_the_ordinary_pass(model, device, sequences, bucket):
+    ordinary, target = make_target(model, path="transformers"), captured(model, 64)
+    for one in (ordinary, target):
+        one.prefill([(slot, [*PROMPTS[0], slot]) for slot in range(sequences)])
+    for turn in range(3):  # the second one captures
+        trees = [(slot, trial_tree(3 + slot + turn, 96)) for slot in range(sequences)]
+        both = []
+        for one in (ordinary, target):
+            both.append(torch.stack([scores.row(7) for scores in one.forward(trees)]))
+            one.commit([(slot, [0, 1]) for slot in range(sequences)])
+        assert (both[0] - both[1]).abs().max() < 1e-4
+    assert [size[:2] for size in target.passes] == [(bucket, 8)]
+    assert sum(what == "replay" for what, *_ in device.log) == 2
 
 
 def test_one_graph_serves_all_sequences(model, device):

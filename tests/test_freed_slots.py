@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fake_cuda import FakeCuda
 from families import tiny_model
@@ -10,11 +11,13 @@ from lookahead.attention import exact
 from lookahead.core import DraftState, Request, TokenTree, decode
 from lookahead.drafters import Plain
 from lookahead.targets.attention_hook import TreeAttention
+from lookahead.targets.batch_rows import BatchRowsTarget
 from lookahead.targets.cpu.execution_plan import KEY_BLOCK
 from lookahead.targets.cuda_graphs import CudaGraphTarget
 from lookahead.targets.equivalence import trial_tree
 from lookahead.targets.exact_mode import CapturedExactTarget, ExactTarget
 from lookahead.targets.paths import make_target, probe
+from lookahead.targets.transformers import PlainTarget
 from lookahead.testing import run
 
 LONG, OTHER = [5 + i % 40 for i in range(300)], [11 + i % 30 for i in range(290)]
@@ -93,6 +96,26 @@ def test_nan_of_a_released_slot_reaches_no_later_sequence(model, path, freed):
     fresh.commit([(running, [0, 1])])
     for trees in ([(0, tree), (1, other)], [(freed, TokenTree(5))]):
         assert_close(evaluate(used, trees), evaluate(fresh, trees))
+
+
+@pytest.mark.parametrize("path", ["plain", "batch-rows"])
+def test_nan_in_the_state_of_a_released_slot_reaches_no_later_sequence(path):
+    """These paths have a cache of transformers for each slot."""
+    model = tiny_model("lfm2", initializer_range=0.1, max_position_embeddings=1024)
+    used, fresh = (BatchRowsTarget(model) if path == "batch-rows" else PlainTarget(model) for _ in range(2))
+    used.prefill([(0, LONG), (1, OTHER)])
+    planted = 0
+    for state in tree_leaves([vars(layer) for layer in used._caches[0].layers]):
+        if torch.is_tensor(state) and state.is_floating_point():
+            planted += state.fill_(torch.nan).numel()
+    assert planted
+    tree = trial_tree(3, 96) if path == "batch-rows" else TokenTree(3)
+    assert evaluate(used, [(0, tree)]).isnan().all()
+    used.release(0)
+    used.prefill([(0, SHORT)])
+    fresh.prefill([(0, SHORT), (1, OTHER)])
+    trees = [(0, tree), (1, tree)]
+    assert torch.equal(evaluate(used, trees), evaluate(fresh, trees))
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # by triton's interpreter
