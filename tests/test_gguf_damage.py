@@ -214,7 +214,7 @@ def test_tensors_that_may_be_there(writer):
 
 
 def test_an_architecture_that_only_transformers_knows(writer):
-    """Only layers, embedding and vocabulary are checked, and that no count exceeds all dimensions."""
+    """Layers, embedding, vocabulary and heads are checked, and that no count exceeds all dimensions."""
     writer.added = {"blk.6.more.weight": np.ones(3, np.float32)}
     file = writer.write("stablelm")
     check_file(file)
@@ -223,6 +223,17 @@ def test_an_architecture_that_only_transformers_knows(writer):
         ("embedding_length", 255, "stablelm.embedding_length must be 256"),
         ("vocab_size", 321, "stablelm.vocab_size must be 320"),
         ("feed_forward_length", 2**31, "feed_forward_length must be a number from 0 to 512"),
+        (
+            "attention.head_count",
+            1,
+            "head_count times the size of a head, 128, must be 512, the rows of blk.0.attn_q",
+        ),
+        (
+            "attention.head_count_kv",
+            4,
+            "head_count_kv times the size of a head, 128, must be 256, .*, got 4 heads",
+        ),
+        ("attention.key_length", 64, "the size of a head, 64, must be 512"),
         ("attention.head_count", "many", "head_count must be a number from 0 to 512, got 'many'"),
         ("context_length", 2**31, "context_length must be a number from 0 to 1,073,741,824"),
     ):

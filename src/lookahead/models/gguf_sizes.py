@@ -204,7 +204,8 @@ def check_counts(file: GGUFFile) -> None:
     """
     architecture = str(file.metadata.get("general.architecture"))
     if "token_embd.weight" in file.tensors:
-        _check_vocabulary(file, architecture)
+        _, hidden = _check_vocabulary(file, architecture)
+        _check_heads(file, architecture, hidden)
     if any(map(_layer_of, file.tensors)):
         _check_layers(file, architecture)
     largest = max((max(tensor.shape) for tensor in file.tensors.values()), default=0)
@@ -216,6 +217,25 @@ def check_counts(file: GGUFFile) -> None:
                 raise contradiction(
                     file, f"{architecture}.{key} must be a number from 0 to {most:,}, got {number!r:.60}"
                 )
+
+
+def _check_heads(file: GGUFFile, architecture: str, hidden: int) -> None:
+    """Check the numbers of heads against the rows of the projections, unless heads differ between layers."""
+    prefix = f"{architecture}.attention."
+    heads = file.metadata.get(f"{prefix}head_count")
+    size = file.metadata.get(f"{prefix}key_length")
+    if f"{prefix}key_length_swa" in file.metadata or not isinstance(heads, int) or heads < 1:
+        return
+    size = hidden // heads if size is None else size
+    for part, key in (("attn_q", "head_count"), ("attn_k", "head_count_kv")):
+        count = file.metadata.get(f"{prefix}{key}", heads)
+        tensor = file.tensors.get(f"blk.0.{part}.weight")
+        if tensor is not None and isinstance(count, int) and tensor.shape[0] != count * size:
+            raise contradiction(
+                file,
+                f"{prefix}{key} times the size of a head, {size}, must be {tensor.shape[0]}, the rows of "
+                f"blk.0.{part}.weight, got {count} heads",
+            )
 
 
 #: (tensor name) -> a match whose group is the layer number; None for a tensor outside the layers.
