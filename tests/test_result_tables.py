@@ -1,0 +1,105 @@
+"""The tables of docs/results that have no records are those of the figures beside them."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import batch_size, dynamics, exact_text, packed_step, rows, startup
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+
+
+def of_dynamics(facts):
+    pools, blocks = facts["figures"]["pool"], facts["figures"]["convergence"]
+    yield dynamics.pool_table(pools)
+    yield dynamics.convergence_table(blocks, dynamics.AGES)
+    if all("emitted" in text for each in blocks.values() for text in each):  # earlier figures lack it
+        yield dynamics.block_table(blocks, dynamics.AGES)
+    for name, size in facts["figures"]["memory"].items():
+        yield f"| {name} | {size:.2f} |"
+
+
+def of_exact(facts):
+    yield from exact_text.body(facts["figures"])
+
+
+def of_packed_step(facts):
+    # JSON has the numbers of rows as texts.
+    lines = [line | {"t": {int(k): each for k, each in line["t"].items()}} for line in facts["figures"]]
+    yield from packed_step.page(lines)
+
+
+def of_batch_size(facts):
+    yield from batch_size.body(facts["figures"], facts["memory"])
+
+
+def of_rows(facts):
+    given = SimpleNamespace(new_tokens=128, rounds=2, fixed=[2])
+    (table,) = [part for part in rows.body([], facts["figures"], given) if part.startswith("|")]
+    yield table
+
+
+def of_startup(facts):
+    for name, own in startup.cells(facts["figures"]).items():
+        cells = (own.get(what, "–") for what in ("start", "memory", "first use"))
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def of_serve(facts):
+    for line in facts["figures"]:
+        first = 1000 * line["first_token_p50"]
+        yield (
+            f"| {line['clients']} | {line['method']} | {first:.0f} | {1000 * line['per_token_p50']:.1f} | "
+            + (f"{line['tokens_per_second']:.1f} |")
+        )
+
+
+def of_pass_rate(facts):
+    for line in facts["figures"]:
+        count, total = sum(line["passed"]), len(line["passed"])
+        equal = f"{total} of {total}" if line["equal"] else ""
+        yield f"| {line['drafter']} | {count} of {total} ({count / total:.1%}) | {equal}"
+
+
+def of_packed_accuracy(facts):
+    for name, line in facts["figures"].items():
+        kl = " | ".join(f"{line[f'kl_{what}']:.2e}" for what in ("mean", "median"))
+        yield f"| {name} | {kl} | {line['kl_largest']:.3f} | {line['top1']:.4f} | {line['perplexity']:.4f} |"
+
+
+def of_llamacpp_examples(facts):
+    for lines in facts["figures"].values():
+        for cells in lines:
+            yield f"| {' | '.join(cells)} |"
+
+
+def of_vllm(facts):
+    for line in facts["figures"]:
+        each = " | ".join(f"{s:.2f}" for s in line["S"].values())
+        tokens, seconds = line["decoding"]
+        yield f"| {line['method']} | {each} | {line['all']:.2f} | "
+        yield f" | {tokens / seconds:.1f} | {1000 * line['step']:.0f} | "
+
+
+MAKERS = {
+    name.removeprefix("of_").replace("_", "-"): make for name, make in globals().items() if name[:3] == "of_"
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_tables_of_a_page_are_those_of_its_figures(name):
+    text = (RESULTS / f"{name}.md").read_text()
+    found = "\n".join(MAKERS[name](json.loads((RESULTS / f"{name}.json").read_text()))).splitlines()
+    lines = [line for line in found if line.startswith(("|", " |")) and "---" not in line]
+    assert len(lines) >= 2
+    for line in lines:
+        assert line in text, f"{name}.md must have: {line}"
+
+
+def test_every_page_is_recounted():
+    """From its records (tests/test_paper.py) or here."""
+    pages = {path.stem for path in RESULTS.glob("*.json")}
+    with_records = {path.name.removesuffix(".jsonl.gz") for path in (RESULTS / "records").glob("*.jsonl.gz")}
+    assert pages - with_records <= set(MAKERS)
