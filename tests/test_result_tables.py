@@ -13,9 +13,9 @@ RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 def of_dynamics(facts):
     pools, blocks = facts["figures"]["pool"], facts["figures"]["convergence"]
-    yield dynamics.pool_table(pools)
     yield dynamics.convergence_table(blocks, dynamics.AGES)
-    if all("emitted" in text for each in blocks.values() for text in each):  # earlier figures lack it
+    if all("emitted" in text for each in blocks.values() for text in each):  # a page of this program
+        yield dynamics.pool_table(pools)
         yield dynamics.block_table(blocks, dynamics.AGES)
     for name, size in facts["figures"]["memory"].items():
         yield f"| {name} | {size:.2f} |"
