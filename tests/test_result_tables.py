@@ -103,3 +103,54 @@ def test_every_page_is_recounted():
     pages = {path.stem for path in RESULTS.glob("*.json")}
     with_records = {path.name.removesuffix(".jsonl.gz") for path in (RESULTS / "records").glob("*.jsonl.gz")}
     assert pages - with_records <= set(MAKERS)
+
+
+# ---------------------------------------------------------------- tables that docs/engines.md copies
+
+
+def rows_of(text):
+    """First cell -> the other cells, of all table lines."""
+    lines = (line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("|"))
+    return {name.strip(" |"): [cell.strip(" |") for cell in cells] for name, *cells in lines}
+
+
+ENGINES = rows_of((RESULTS.parent / "engines.md").read_text())
+
+
+def same(cell, s, rate):
+    """Whether a cell has these tokens per step and tokens/s."""
+    written = cell.split(", ")
+    return abs(float(written[0]) - s) < 0.0051 and abs(float(written[1]) - rate) < 0.51
+
+
+def test_the_table_of_llama_cpps_examples_is_copied_right():
+    figures = json.loads((RESULTS / "llamacpp-examples.json").read_text())["figures"]
+    names = {"llama-bench, plain": "llama-bench, plain", "llama-server, plain": "llama-server, none"}
+    names |= {f"ours, {name}": f"ours, {name}" for name in ("plain", "adaptive")}
+    names |= {"llama-lookahead, the same settings": "llama-lookahead", "llama-lookup": "llama-lookup"}
+    for place, lines in enumerate(figures.values()):
+        found = {line[0]: (float(line[2]), float(line[3].split()[0])) for line in lines}
+        for name, method in names.items():
+            assert same(ENGINES[name][place], *found[method]), (name, place, found[method])
+        (ours,) = [cells for name, cells in ENGINES.items() if name.startswith("ours, `15,5,15`")]
+        assert same(ours[place], *found["ours, 15,5,15"])
+        modes = [each for name, each in found.items() if name.startswith("llama-server, ngram")]
+        best = max(modes, key=lambda each: each[1])
+        assert same(ENGINES["llama-server, the best of five ngram modes"][place], *best)
+
+
+def test_the_tables_of_vllm_are_copied_right():
+    figures = json.loads((RESULTS / "vllm.json").read_text())["figures"]
+    clients = sorted({line["clients"] for line in figures})
+    for line in figures:
+        if line["method"] != "plain, a second run":
+            tokens, seconds = line["decoding"]
+            cell = ENGINES[line["method"]][clients.index(line["clients"])]
+            assert same(cell, line["all"], tokens / seconds), (line["method"], line["clients"])
+    own_engine = (RESULTS / "vllm.md").read_text().partition("own engine")[2]
+    copied = {
+        name: cells for name, cells in rows_of(own_engine).items() if name in ENGINES and name[0].isalpha()
+    }
+    assert len(copied) >= 5
+    for name, cells in copied.items():
+        assert ENGINES[name] == [cells[-1]], name
