@@ -76,7 +76,7 @@ class Start:
     def text(self) -> list[int]:
         """The tokens to learn n-grams from: the predicted tokens, the prompt and the first token.
 
-        A copy of the prompt's last tokens precedes the predicted tokens, so that the first of them have a context.
+        If there are predicted tokens, the prompt's last ``PREDICTION_CONTEXT`` tokens are copied in front of them.
         """
         prompt = list(self.prompt)
         before = [*prompt[-PREDICTION_CONTEXT:], *self.predicted] if self.predicted else []
@@ -90,7 +90,7 @@ class DraftState(ABC):
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
         """The tree of the next step.
 
-        If a step does not fit in memory, the loop calls this again with fewer rows. The second call must not depend
+        If a step does not fit in memory, the engine calls this again with fewer rows. The second call must not depend
         on the first.
 
         Args:
@@ -113,9 +113,8 @@ class DraftState(ABC):
     def overlap(self, tree: TokenTree) -> None:  # noqa: B027
         """Called between the launch of a step and the first read of its logits.
 
-        An asynchronous device (CUDA) is still computing, so work here that does not need the step's result adds no
-        latency.
-        ``observe`` follows for the same tree, unless the sequence ends with the step.
+        On an asynchronous device (CUDA) the pass is still running, so work that does not need its result takes no
+        extra time here. ``observe`` follows for the same tree, unless the sequence ends with the step.
         """
 
     def stats(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The interface of a target, the model being accelerated. ``lookahead.testing.FakeTarget`` is the smallest example.
 
-Each sequence has a slot, numbered by the loop. Per slot, a target keeps the keys and values of the committed tokens
+The engine assigns each sequence a slot number. Per slot, a target keeps the keys and values of the committed tokens
 and, between ``forward`` and ``commit``, the pending rows of the tree.
 """
 

@@ -1,7 +1,7 @@
 """Prefix caching: a prompt reuses the keys and values of a finished sequence with the same prefix.
 
-So earlier turns of a conversation and system prompts are not evaluated again. On the compiled CPU path, rows are
-bit-identical to those without the cache; on other paths they are equal up to rounding.
+System prompts and the earlier turns of a conversation are therefore evaluated once. On the compiled CPU path, rows
+are bit-identical to those without the cache; on other paths they are equal up to rounding.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class AdaptiveDraftState(DraftState):
     Args:
         settings: the drafter's settings.
         state: the state that sequences share, or None.
-        sequence: without a vocabulary, V is the largest token seen plus one, which makes keys of contexts ambiguous;
-            without a cost curve, ``CostCurve.guess`` is used.
+        sequence: without a vocabulary, V is taken to be the largest token seen plus one, and different contexts may
+            then have the same key; without a cost curve, ``CostCurve.guess`` is used.
 
     Raises:
         SettingsError: the state belongs to another model.

@@ -7,10 +7,10 @@ its parent, so taking nodes in order of decreasing probability gives the best tr
 An example with six rows and edge probabilities from the calibration. The root R has the children a (0.6),
 b (0.32) and c (0.05); a has d (0.8) and e (0.1); d has f (0.9).
 
-    The heap has two kinds of entries: ``R.a 0.60`` is an edge, with the probability of its whole path; ``a? 0.30``
-    is a row whose sources have not been asked yet. A child is never likelier than its row, and usually less than half
-    as likely, so the row enters with EXPANSION_FACTOR = 0.5 times its probability, and its sources are asked only if
-    that reaches the top. Only the best remaining edge of each node is in the heap.
+The heap has two kinds of entries. ``R.a 0.60`` is an edge, with the probability of its whole path; only the best
+remaining edge of each node is in the heap. ``a? 0.30`` is a row whose sources have not been asked. It enters with
+half of its probability (EXPANSION_FACTOR), because its best child is usually less than half as likely, and its
+sources are asked when the entry is the largest in the heap.
 
     popped      what happens                                 heap afterwards                              rows
     (start)     the root is a row to ask                     R? 1.00                                      R
