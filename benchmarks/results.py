@@ -244,8 +244,8 @@ def side_by_side(name: str) -> tuple[str, str]:
     text, facts = page_of(records, head["command"])
     title = f"Methods side by side, {name.removeprefix('bench-')}"
     if "software" in head:
-        text += f"\n{head['software']} Processor: {head['processor']}. "
-        text += f"{load_text(record.get('load') for record in records)}\n"
+        load = load_text(record.get("load") for record in records)
+        text += "\n" + f"{head['software']} Processor: {head['processor']}. {load}".strip() + "\n"
     origin = f"Every figure of this page is computed from [its records](records/{name}.jsonl.gz)."
     page = f"# {title}\n\n{text}\n{origin}\n\n![{figure_text(facts)}]({name}.svg)\n"
     return page, json.dumps(facts, indent=1) + "\n"
