@@ -636,8 +636,8 @@ def test_time_limits_and_the_end(llm):
     with serving(llm) as served:
         engine, stopped, found = served.server.loop.engine, threading.Event(), []
         step, steps = engine.step, itertools.count()
-        # The sixth step waits for the stop, else the completion may end first.
-        engine.step = lambda: (next(steps) < 5 or stopped.wait(20), step())[1]
+        # The 41st step waits for the stop, else the completion may end first. By then, some text is complete characters.
+        engine.step = lambda: (next(steps) < 40 or stopped.wait(20), step())[1]
         with httpx.stream(
             "POST",
             f"{served.url}/v1/completions",
