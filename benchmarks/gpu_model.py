@@ -154,8 +154,8 @@ class Method:
     host: float
 
 
-#: The seconds that the drafter takes on the host for (15,5,15) and for 64 rows of adaptive: two cores of an Intel Xeon
-#: with AMX, commit 113b7a7.
+#: The seconds that the drafter takes on the host for (15,5,15) and for 64 rows of adaptive: two cores of an Intel
+#: Xeon with AMX, commit 113b7a7.
 LOOKAHEAD_HOST = 194.0e-6
 ADAPTIVE_HOST = 321.3e-6
 #: S and mean rows per step of SmolLM2 in bf16 on code, greedy (`python -m benchmarks.adaptive_s --prompts 5`), commit

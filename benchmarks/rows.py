@@ -19,15 +19,17 @@ from time import perf_counter
 from typing import Any
 
 import lookahead
-from lookahead.bench.record import environment, require_one_origin
+from lookahead.bench.record import environment
 from lookahead.bench.report import markdown_table
+from lookahead.cli.bench import command_line
 from lookahead.core import Drafter
 from lookahead.drafters import Adaptive, Plain
 from lookahead.records import RecordWriter, finite, read_records
 
 from .datasets import load_workload
 from .page import write_page
-from .quiet import require_quiet
+from .paper import committed
+from .quiet import processor, require_quiet
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 import fit_priors
@@ -47,6 +49,8 @@ KEYS = (
     "rounds",
     "fixed",
 )
+#: Fields of a record that are the same for all of a page.
+OPTIONS = ("new_tokens", "longest", "rounds", "fixed")
 #: A sequence is slow if its speed is less than this share of plain decoding's.
 SLOW = 0.95
 
@@ -117,6 +121,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return lines
 
 
+def to_commit(line: dict[str, Any]) -> dict[str, Any]:
+    """A record with the fields of committed records."""
+    kept = {name: value for name, value in line.items() if name not in ("tokens", *OPTIONS)}
+    return kept | {"options": {name: line[name] for name in OPTIONS}}
+
+
 def figures(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Totals by temperature and workload. Speeds are ratios to plain decoding's."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
@@ -150,8 +160,9 @@ def figures(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return totals
 
 
-def body(lines: list[dict[str, Any]], groups: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
+def body(lines: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[str]:
     """The page's text and table."""
+    about = lines[0]["options"]
     heads = ["T", "workload", "sequences", "equal", "adaptive", "best fixed", "its rows", "adaptive / best"]
     heads += ["slowest sequence", f"under {SLOW}", "plain again: slowest", f"under {SLOW}"]
     rows = [
@@ -172,10 +183,10 @@ def body(lines: list[dict[str, Any]], groups: list[dict[str, Any]], args: argpar
         for x in groups
     ]
     return [
-        f"Chat template, at most {args.new_tokens} new tokens, no state kept; prompts that the priors were fitted to "
-        f"are left out. Wall-clock time after the prefill, the fastest of {args.rounds} rounds; all methods decode "
-        "each prompt alternately. Speeds are ratios to plain decoding, whose second run shows the noise; the best of "
-        f"{', '.join(map(str, args.fixed))} rows is chosen afterwards for each line.",
+        f"Chat template, at most {about['new_tokens']} new tokens, no state kept; prompts that the priors were "
+        f"fitted to are left out. Wall-clock time after the prefill, the fastest of {about['rounds']} rounds; all "
+        "methods decode each prompt alternately. Speeds are ratios to plain decoding, whose second run shows the "
+        f"noise; the best of {about['fixed'].replace(',', ', ')} rows is chosen afterwards for each line.",
         "",
         markdown_table(heads, rows, texts=2),
         "",
@@ -200,11 +211,16 @@ def main() -> None:
     add("--out", type=Path, default=Path("docs/results/rows"), help="page and JSON")
     args = parser.parse_args()
     args.records.parent.mkdir(parents=True, exist_ok=True)
-    lines = measure(args)
-    require_one_origin(lines)
+    path = args.out.parent / "records" / f"{args.out.name}.jsonl.gz"
+    head = {
+        "command": command_line(sys.argv[1:], "python -m benchmarks.rows"),
+        "processor": processor(),
+    }
+    committed.write(path, head, map(to_commit, measure(args)))
+    _, lines = committed.read(path)
     groups = figures(lines)
     title = f"The rule for rows, sequence by sequence: {lines[-1]['dtype']}"
-    print(write_page(args.out, title, lines[-1], finite(groups), body(lines, groups, args)))
+    print(write_page(args.out, title, lines[-1], finite(groups), body(lines, groups)))
 
 
 if __name__ == "__main__":

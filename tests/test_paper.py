@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import llamacpp_examples, results
+from benchmarks import llamacpp_examples, results, rows
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import (
     ablation,
@@ -189,8 +189,11 @@ def test_spec_bench_and_mt_bench_are_other_prompts(tmp_path):
 ROOT = Path(__file__).parent.parent
 RECORDS = sorted((ROOT / "docs/results/records").glob("*.jsonl.gz"))
 BESIDE = [path for path in RECORDS if path.name.startswith("bench-")]
-EXAMPLES = ROOT / "docs/results/records/llamacpp-examples.jsonl.gz"
-COMMITTED = [path for path in RECORDS if path not in (*BESIDE, EXAMPLES)]
+#: Other pages with records -> the function that computes their figures.
+OTHERS = {"llamacpp-examples": llamacpp_examples.tables, "rows": rows.figures}
+COMMITTED = [
+    path for path in RECORDS if path not in BESIDE and path.name.removesuffix(".jsonl.gz") not in OTHERS
+]
 
 
 def name_of(path):
@@ -216,14 +219,13 @@ def test_every_figure_of_methods_side_by_side_is_what_its_records_say(name):
     assert facts == (folder / f"{name}.json").read_text()
 
 
-@pytest.mark.skipif(EXAMPLES not in RECORDS, reason="measured before this page had records")
-def test_every_figure_of_llama_cpps_examples_is_what_its_records_say():
-    _, records = committed.read(EXAMPLES)
-    folder = ROOT / "docs/results"
-    assert (
-        llamacpp_examples.tables(records)
-        == json.loads((folder / "llamacpp-examples.json").read_text())["figures"]
-    )
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_figure_of_a_page_with_its_own_records_is_what_they_say(name):
+    path = ROOT / f"docs/results/records/{name}.jsonl.gz"
+    if path not in RECORDS:
+        pytest.skip("measured before this page had records")
+    _, records = committed.read(path)
+    assert OTHERS[name](records) == json.loads((path.parent.parent / f"{name}.json").read_text())["figures"]
 
 
 @pytest.mark.parametrize("path", [*BESIDE, *COMMITTED], ids=lambda path: path.name)

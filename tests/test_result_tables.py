@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -36,8 +35,8 @@ def of_batch_size(facts):
 
 
 def of_rows(facts):
-    given = SimpleNamespace(new_tokens=128, rounds=2, fixed=[2])
-    (table,) = [part for part in rows.body([], facts["figures"], given) if part.startswith("|")]
+    line = {"equal": True, "options": {"new_tokens": 128, "rounds": 2, "fixed": "2"}}
+    (table,) = [part for part in rows.body([line], facts["figures"]) if part.startswith("|")]
     yield table
 
 

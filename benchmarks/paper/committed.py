@@ -1,10 +1,11 @@
 """Committed records: one gzip file of JSON lines for each page, from which the page is computed.
 
 The first line is the head: the command, the size of the model, and measurements made once for the whole page. Every
-other line is one record of ``lookahead.bench.run`` without its text. The text is left out because data sets have
-their own licences, and because a page needs only counts, times and equality. All records of a file come from the same
-machine, commit, dtype and versions of torch and transformers. SHA256SUMS in the same folder has a checksum of each
-file, so that edited records are rejected. docs/results/records/README.md describes the fields.
+other line is one record of ``lookahead.bench.run`` without its text (benchmarks.rows: one prompt by all methods). The
+text is left out because data sets have their own licences, and because a page needs only counts, times and equality.
+All records of a file come from the same machine, commit, dtype and versions of torch and transformers. SHA256SUMS in
+the same folder has a checksum of each file, so that edited records are rejected. docs/results/records/README.md
+describes the fields.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ FIELDS = (
         "failed",
     ),
     *("new_tokens", "prefill_tokens", "steps", "rows", "prefill_seconds", "decode_seconds", "load"),
-    *("equal", "first_divergence", "logit_gap", "loop_free", "drafter", "rouge"),
+    *("equal", "first_divergence", "logit_gap", "loop_free", "drafter", "rouge", "temperature", "seconds"),
     *(
         "options",
         "model",
