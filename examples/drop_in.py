@@ -11,12 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lookahead
 
 path = sys.argv[1] if len(sys.argv) > 1 else lookahead.BUNDLED
-model = AutoModelForCausalLM.from_pretrained(path)
+model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
 tokenizer = AutoTokenizer.from_pretrained(path)
 inputs = tokenizer("def add(a, b):\n", return_tensors="pt")
-model.generate(
-    **inputs, max_new_tokens=4, custom_generate=lookahead.generate
-)  # warm up: compilation happens once per process
+# warm up: the first call loads the kernels (on a new machine, it compiles them)
+model.generate(**inputs, max_new_tokens=4, custom_generate=lookahead.generate)
 
 start = perf_counter()
 plain = model.generate(**inputs, max_new_tokens=128, do_sample=False)

@@ -9,12 +9,14 @@ in ``lookahead.targets.masks``). Every backend computes the same function:
     key      (S, Hkv, C, D)    cache; columns T_b .. T_b + Q - 1 of sequence b hold the step's own rows
     value    (S, Hkv, C, Dv)   likewise; H is a multiple of Hkv (grouped heads); later columns hold finite numbers
     lengths  (B,) int32        T_b, the committed tokens
-    words    (B, Q, W) int32   ancestor bits: bit c % 32 of word c // 32 is set if the row sees row c depths   (B, Q)
-    int32      the row's position is T_b + depth slots    (B,) int32        sequence b is entry slots[b] of the cache;
-    None if it is entry b scale    factor of the scores; None for 1 / sqrt(D) window   keys ``window`` or more
-    positions before the row are not seen; 0 for no limit softcap  scores s become softcap * tanh(s / softcap); 0 for
-    none sinks    (H,) an extra score per head that counts in the softmax but has no value; None for none out      (B,
-    H, Q, Dv)     in the query's dtype
+    words    (B, Q, W) int32   ancestor bits: bit c % 32 of word c // 32 is set if the row sees row c
+    depths   (B, Q) int32      the row's position is T_b + depth
+    slots    (B,) int32        sequence b is entry slots[b] of the cache; None if it is entry b
+    scale    factor of the scores; None for 1 / sqrt(D)
+    window   keys ``window`` or more positions before the row are not seen; 0 for no limit
+    softcap  scores s become softcap * tanh(s / softcap); 0 for none
+    sinks    (H,) an extra score per head that counts in the softmax but has no value; None for none
+    out      (B, H, Q, Dv)     in the query's dtype
 
     reference  the definition, sequence by sequence; any dtype, float64 included
     sdpa       one mask over all given columns, computed on the device; any device
