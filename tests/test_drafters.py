@@ -80,6 +80,8 @@ def test_what_reads_as_which_drafter(value, expected):
             "prompt-lookup:window_size=3",
             "prompt-lookup has no setting 'window_size'; it has max_ngram, max_drafted",
         ),
+        ("prompt-lookup:max_ngram=33", "max_ngram must be a whole number between 1 and 32, got 33"),
+        ("prompt-lookup:max_drafted=513", "max_drafted must be a whole number between 1 and 512, got 513"),
         ("plain:seed=1", "plain has no setting 'seed'; it has none"),
         ({"drafter": "jacobi", "ngram_size": 4}, "jacobi has no setting 'ngram_size'"),
         ({"windowsize": 3}, r"has no setting 'windowsize' \(did you mean 'window_size'\?\); it has"),

@@ -14,8 +14,8 @@ class PromptLookup(Drafter):
     """One candidate: the tokens that followed the latest earlier occurrence of the last n tokens, for the largest n.
 
     Attributes:
-        max_ngram: largest n, at least 1; without a match, smaller n are tried down to 1.
-        max_drafted: number of tokens in the longest candidate, at least 1.
+        max_ngram: largest n, 1 to 32; without a match, smaller n are tried down to 1.
+        max_drafted: number of tokens in the longest candidate, 1 to 512.
 
     Raises:
         SettingsError: a value out of range.
@@ -28,8 +28,8 @@ class PromptLookup(Drafter):
     uses_prediction = True
 
     def __post_init__(self) -> None:
-        check_whole(self, "max_ngram", 1)
-        check_whole(self, "max_drafted", 1)
+        check_whole(self, "max_ngram", 1, 32)
+        check_whole(self, "max_drafted", 1, 512)
 
     def __str__(self) -> str:
         return text_form(self.name, self)
