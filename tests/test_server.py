@@ -199,6 +199,12 @@ def test_shared_prefixes_are_found_again_and_leave_the_text(served):
     assert text_of(again) == [plain(served, prompt + "jumps", max_new_tokens=12).text]
 
 
+def test_cached_tokens_count_once_for_all_completions_of_a_prompt(served):
+    for _ in range(2):  # the second time, the prompt of every completion is cached
+        usage = post(served, prompt="pack my box with jugs " * 4, n=4, temperature=1, seed=1)["usage"]
+    assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+
+
 # ------------------------------------------------------------------------------------------ streams
 
 
@@ -361,6 +367,24 @@ def test_tools_that_must_be_called(client):
     assert again.choices[0].finish_reason == "length"
 
 
+def test_a_history_of_calls_needs_no_tools_in_the_request(served):
+    """The toy template supports no tools, so the call and its result become text."""
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    turns = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+    ]
+    expected = served.llm.encode(
+        'user: add\nassistant: <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>\n'
+        "user: <tool_response>3</tool_response>\nassistant:"
+    )
+    assert post(served, "/tokenize", messages=turns, max_tokens=..., temperature=...)["tokens"] == expected
+    for more in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        answer = post(served, "/v1/chat/completions", messages=turns, **more)
+        assert answer["usage"]["prompt_tokens"] == len(expected)
+
+
 # ------------------------------------------------------------------------------------------ refusals
 
 
@@ -384,6 +408,10 @@ def test_tools_that_must_be_called(client):
         ({"lookahead": {"window_size": 200, "ngram_size": 9, "guess_set_size": 200}}, "rows"),
         ({"lookahead": {"drafter": "adaptive:table=/etc/passwd"}}, "may read a file (table)"),
         ({"lookahead": {"drafter": "adaptive:head=/etc/passwd"}}, "may read a file (head)"),
+        (
+            {"lookahead": {"drafter": "prompt-lookup:max_ngram=4000"}},
+            "max_ngram must be a whole number between 1 and 32",
+        ),
         ({"lookahead": {"color": "blue"}}, "lookahead.color"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"prompt": ...}, "prompt"),
@@ -391,6 +419,10 @@ def test_tools_that_must_be_called(client):
         (
             {"prediction": {"type": "content", "content": "x"}, "lookahead": {"drafter": "plain"}},
             "prediction",
+        ),
+        (
+            {"prediction": {"type": "content", "content": "x " * 3000}},
+            "prediction: must have at most 1024 tokens",
         ),
         ({"store": True}, "store"),
         ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
@@ -446,6 +478,18 @@ def test_keys_and_cross_origin(llm):
         assert reply.headers["access-control-allow-origin"] == "https://x.org"
         asked = {"Origin": "https://x.org", "Access-Control-Request-Method": "POST"}
         assert httpx.options(f"{served.url}/v1/completions", headers=asked).status_code == 200
+
+
+def test_the_models_full_name_is_accepted_unless_another_is_set(llm):
+    named = lookahead.LLM(llm.model, llm.tokenizer, name="org/toy")
+    with serving(named) as served:
+        for name in ("toy", "org/toy"):
+            assert post(served, model=name)["model"] == "toy"
+            assert httpx.get(f"{served.url}/v1/models/{name}").json()["id"] == "toy"
+        assert post(served, status=404, model="org")["error"]["code"] == "model_not_found"
+    with serving(named, served_model_name="mine") as served:
+        assert post(served, model="mine")["model"] == "mine"
+        assert post(served, status=404, model="org/toy")["error"]["code"] == "model_not_found"
 
 
 def test_tokens_and_back(served):
@@ -636,7 +680,7 @@ def test_time_limits_and_the_end(llm):
     with serving(llm) as served:
         engine, stopped, found = served.server.loop.engine, threading.Event(), []
         step, steps = engine.step, itertools.count()
-        # The 41st step waits for the stop, else the completion may end first. By then, some text is complete characters.
+        # The 41st step waits for the stop, else the completion may end first; some text has been sent by then.
         engine.step = lambda: (next(steps) < 40 or stopped.wait(20), step())[1]
         with httpx.stream(
             "POST",

@@ -1,5 +1,6 @@
 """Continuous batching in the engine loop: chunked prompts, one row budget, joining and leaving, faults."""
 
+import json
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from lookahead.server.prediction import Predicted
 from lookahead.server.protocol import Message
 from lookahead.server.tools import CallReader, messages_of, with_tools
 from lookahead.testing import FakeTarget, run
+from toy import tokenizer
 
 VOCABULARY = 32
 
@@ -191,6 +193,18 @@ def test_tools_are_told_where_the_template_does_not():
     assert '"name": "f"' in told[0]["content"]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [('{"x": 1}', {"x": 1}), ("no JSON", "no JSON"), ("[" * 50_000, "[" * 50_000)], ids=len
+)
+def test_the_arguments_of_a_call_reach_the_template_as_an_object(text, value):
+    call = {"id": "1", "function": {"name": "f", "arguments": text}}
+    messages = messages_of([Message(role="assistant", tool_calls=[call])])
+    assert messages[0]["tool_calls"][0]["function"]["arguments"] == value
+    template = "{% for c in messages[0].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+    shown = tokenizer().apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert shown == json.dumps(value)
+
+
 def test_settings_come_from_options_environment_and_file(tmp_path, monkeypatch):
     from lookahead.server.settings import Settings
 
@@ -219,4 +233,14 @@ def test_settings_come_from_options_environment_and_file(tmp_path, monkeypatch):
     assert Settings.read({"drafter": "7,4,3"}).drafting() == Lookahead(7, 4, 3)
     with pytest.raises(SettingsError) as error:
         Settings.read({"api_key": ["s3cret"]})
+    assert "s3cret" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["", " ", " s3cret", "s3cret\n"])
+def test_an_api_key_that_no_client_can_send_is_refused(key, monkeypatch):
+    from lookahead.server.settings import Settings
+
+    monkeypatch.setenv("LOOKAHEAD_API_KEY", key)
+    with pytest.raises(SettingsError, match="api_key must be at least 1 character") as error:
+        Settings.read()
     assert "s3cret" not in str(error.value)

@@ -251,7 +251,14 @@ class Preparer:
         text = plain(body.prediction.content)
         if self.llm.tokenizer is None:
             raise SettingsError(f"prediction: needs a tokenizer, and {self.llm.tokenizer_error}")
-        return list(self.llm.tokenizer(text, add_special_tokens=False).input_ids) if text else []
+        ids = list(self.llm.tokenizer(text, add_special_tokens=False).input_ids) if text else []
+        # The answer cannot be longer, and drafters index the whole prediction.
+        if len(ids) > self.context:
+            raise SettingsError(
+                f"prediction: must have at most {self.context} tokens, this server's limit for prompt and answer "
+                f"together, got {len(ids)}; shorten it"
+            )
+        return ids
 
     def _drafting(self, requested: LookaheadFields | None) -> Drafter:
         """The drafter of a request, within the server's limits."""

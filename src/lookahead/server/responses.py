@@ -161,8 +161,10 @@ class Answer:
         return {**self.head, "object": self.object, "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Token counts. A prompt counts once, regardless of its number of completions."""
-        prompt = sum(len(request.prompt) for request in self.requests[:: self.body.n or 1])
+        """Token counts. A prompt and its cached tokens count once, regardless of its number of completions."""
+        n = self.body.n or 1
+        prompt = sum(len(request.prompt) for request in self.requests[::n])
+        cached = sum(sequence.cached for sequence in self.sequences[::n])
         completion = sum(len(sequence.tokens) for sequence in self.sequences)
         predicted = [part.predicted for part in self.parts if part.predicted is not None]
         details = {
@@ -173,7 +175,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(sequence.cached for sequence in self.sequences)},
+            "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": details,
         }
 

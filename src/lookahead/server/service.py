@@ -65,7 +65,8 @@ class Server:
 
     def check_model(self, asked: str | None) -> None:
         """Reject a model that is not served."""
-        if asked is not None and asked != self.name:
+        names = [self.name] if self.settings.served_model_name else [self.name, self.ready.llm.name]
+        if asked is not None and asked not in names:
             raise Refused(
                 f"the model {asked!r:.200} is not served here; {self.name!r} is", 404, "model_not_found"
             )

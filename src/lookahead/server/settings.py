@@ -31,6 +31,10 @@ def _seconds(value: Any) -> bool:
 
 POSITIVE_SECONDS = ("a number above 0", lambda given: _seconds(given) and given > 0)
 SECONDS = ("a number of at least 0", _seconds)
+KEY = (
+    "at least 1 character, without spaces at its ends; leave it out for none",
+    lambda given: given.strip() == given != "",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +53,13 @@ class Settings(MachineOptions, DrafterOptions):
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", common=True)
     port: int = option(8000, "Port to listen on; 0 for a free one.", at_least(0, 65535), common=True)
     api_key: str | None = option(
-        None, "API key required in every request; by default none.", secret=True, common=True
+        None, "API key required in every request; by default none.", KEY, secret=True, common=True
     )
-    served_model_name: str | None = option(None, "The model's name in the API; the default is MODEL.")
+    served_model_name: str | None = option(
+        None,
+        "The model's name in the API; the default is the last part of MODEL. Without this option, requests may also "
+        "give MODEL in full.",
+    )
     max_model_len: int | None = option(
         None,
         "Maximum sequence length in tokens, prompt included; the default is the model's context, up to 4096.",
@@ -67,9 +75,10 @@ class Settings(MachineOptions, DrafterOptions):
     max_rows: int = option(256, "Maximum rows of a step that a request may set by W,N,G.", at_least(1, 4096))
     row_budget: int | None = option(
         None,
-        "Maximum rows of all trees in one pass; drafting scales back under load. By default, as many as the cost "
-        "curve of this model and machine allows in the time of two plain passes, and at least 64; with captured "
-        "passes on a GPU, at most what one padded pass of equal trees holds.",
+        "Maximum rows of all trees in one pass; drafting scales back under load. In captured passes on a GPU, every "
+        "tree counts as the largest of its pass. By default, as many as the cost curve of this model and machine "
+        "allows in the time of two plain passes, and at least 64; with captured passes, at most what one padded pass "
+        "of equal trees holds.",
         COUNT,
     )
     prompt_rows: int = option(

@@ -21,7 +21,7 @@ PREAMBLE = (
 
 
 def messages_of(chat: list[Message]) -> list[dict[str, Any]]:
-    """Messages in the format of chat templates."""
+    """Messages in the format of chat templates, where the arguments of a call are a mapping, not JSON text."""
     messages = []
     for message in chat:
         role = "system" if message.role == "developer" else message.role
@@ -32,11 +32,23 @@ def messages_of(chat: list[Message]) -> list[dict[str, Any]]:
             given["tool_call_id"] = message.tool_call_id
         if message.tool_calls:
             given["tool_calls"] = [
-                {"type": "function", "id": call.id, "function": call.function.model_dump()}
+                {
+                    "type": "function",
+                    "id": call.id,
+                    "function": {"name": call.function.name, "arguments": _value(call.function.arguments)},
+                }
                 for call in message.tool_calls
             ]
         messages.append(given)
     return messages
+
+
+def _value(text: str) -> Any:
+    """The value of a JSON text; the text itself if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def offered(request: ChatRequest) -> list[dict[str, Any]]:
@@ -86,33 +98,28 @@ def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:
 def with_tools(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str
 ) -> list[dict[str, Any]]:
-    """The messages, with the tools described in a system message if the template does not."""
-    if not tools or "tools" in template:
+    """The messages, rewritten if the template does not support tools: a system message describes the tools, and calls
+    and their results become text."""
+    if "tools" in template:
         return messages
-    preamble = PREAMBLE.format(
-        tools="\n".join(json.dumps(t["function"]) for t in tools), open=OPEN, close=CLOSE
-    )
     rewritten = []
-    for message in messages:  # templates without tools support neither calls nor their results
+    for message in messages:
         calls = message.get("tool_calls")
         if calls:
-            text = "".join(f"{OPEN}{json.dumps(_plain_call(call))}{CLOSE}" for call in calls)
+            text = "".join(f"{OPEN}{json.dumps(call['function'])}{CLOSE}" for call in calls)
             message = {"role": "assistant", "content": message["content"] + text}
         elif message["role"] == "tool":
             message = {"role": "user", "content": f"<tool_response>{message['content']}</tool_response>"}
         rewritten.append(message)
+    if not tools:
+        return rewritten
+    preamble = PREAMBLE.format(
+        tools="\n".join(json.dumps(t["function"]) for t in tools), open=OPEN, close=CLOSE
+    )
     if rewritten[0]["role"] == "system":
         head, *rest = rewritten
         return [{"role": "system", "content": f"{head['content']}\n\n{preamble}"}, *rest]
     return [{"role": "system", "content": preamble}, *rewritten]
-
-
-def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    try:
-        return {"name": function["name"], "arguments": json.loads(function["arguments"])}
-    except ValueError:
-        return {"name": function["name"], "arguments": function["arguments"]}
 
 
 class CallReader:
