@@ -13,7 +13,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_t
 from transformers.tokenization_utils_base import generate_merges
 
 from lookahead.models.gguf import GGUFFile
-from lookahead.models.tokenizer import GGUFTokenizer, build_tokenizer, byte_alphabet, merges_of
+from lookahead.models.tokenizer import GGUFTokenizer, build_tokenizer, byte_alphabet, end_tokens, merges_of
 
 #: In addition to prose and code: known difficult input.
 AWKWARD = [
@@ -182,6 +182,52 @@ def test_sentencepiece(architecture):
 def test_sentencepiece_texts_begin_with_bos_unless_the_file_says_no():
     without = build_tokenizer(SENTENCEPIECE | {"tokenizer.ggml.add_bos_token": False})
     assert build_tokenizer(SENTENCEPIECE).encode("abc").ids == [1, *without.encode("abc").ids]
+
+
+def test_a_file_without_a_space_prefix_adds_none():
+    metadata = SENTENCEPIECE | {"tokenizer.ggml.add_bos_token": False}
+    without = build_tokenizer(metadata | {"tokenizer.ggml.add_space_prefix": False})
+    assert build_tokenizer(metadata).encode("abc").tokens == ["▁abc"]
+    assert without.encode("abc").tokens == ["abc"]
+    assert without.decode(without.encode(" abc").ids) == " abc"
+
+
+def test_texts_of_llama_3_begin_with_bos_and_whole_tokens_need_no_merges():
+    alphabet = list(byte_alphabet().values())
+    tokens = [*alphabet, "ab", "abc", "<|begin_of_text|>"]
+    metadata = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "llama-bpe",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * (len(tokens) - 1) + [3],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.bos_token_id": len(tokens) - 1,
+    }
+    assert build_tokenizer(metadata).encode("abc").tokens == ["<|begin_of_text|>", "abc"]
+    assert build_tokenizer(metadata | {"tokenizer.ggml.pre": "qwen2"}).encode("abc").tokens == ["ab", "c"]
+    without = metadata | {"tokenizer.ggml.add_bos_token": False}
+    assert build_tokenizer(without).encode("abc").tokens == ["abc"]
+
+
+def test_the_end_of_a_turn_ends_a_completion():
+    """Files of Gemma and Phi name the end of the text only; their chats end a turn with another token."""
+    tokens = ["a", "<eos>", "<start_of_turn>", "<end_of_turn>", "<|end|>", "<|im_end|>"]
+    metadata = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1, 3, 3, 3, 3, 1],
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.chat_template": "<start_of_turn>{{ message }}<end_of_turn><|im_end|>",
+    }
+    assert end_tokens(metadata) == [
+        1,
+        3,
+    ]  # <|im_end|> is an ordinary token here, and <|end|> not in the template
+    assert end_tokens(metadata | {"tokenizer.ggml.eos_token_ids": np.array([1, 4])}) == [1, 3, 4]
+    assert end_tokens(metadata | {"tokenizer.chat_template": None}) == [1]
+    harmony = metadata | {"tokenizer.chat_template": "<|end|><|return|>"}
+    assert end_tokens(harmony) == [1, 4]
+    assert end_tokens(harmony | {"tokenizer.ggml.tokens": [*tokens, "<|return|>"]}) == [1]
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "gpt-2", None])

@@ -19,7 +19,7 @@ from .core import OutOfMemory, SettingsError
 from .core.errors import first_line
 from .models.gguf_decoded import GGUFCheckpoint, missing_packages
 from .models.gguf_settings import check_file
-from .models.tokenizer import GGUFTokenizer, build_tokenizer
+from .models.tokenizer import GGUFTokenizer, build_tokenizer, end_tokens
 from .options import LoadOptions
 from .targets.limits import out_of_memory
 
@@ -136,6 +136,8 @@ class Checkpoint:
                 f"the weights must include every parameter of {type(model).__name__}; {self.name} lacks "
                 f"{len(missing)}, such as {missing[0]!r}; is it a checkpoint of another kind of model?"
             )
+        if self.gguf is not None and (ends := end_tokens(self.gguf.file.metadata)):
+            model.generation_config.eos_token_id = ends  # transformers reads only one of them
 
         # Move the model to its device.
         try:
@@ -292,6 +294,15 @@ def _locate(path_or_id: str | os.PathLike[str]) -> Path | None:
     """A directory of safetensors, or a GGUF file; None for a hub id."""
     text = os.fspath(path_or_id)
     path = Path(text).expanduser()
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # it may be a hub id
+    except OSError as error:
+        raise SettingsError(
+            f"a model must be a directory that exists, a .gguf file or a hub id, got {text!r:.80} "
+            f"({error.strerror or error})"
+        ) from None
     if text == TINY and not path.exists():
         return BUNDLED
     if text and path.is_dir():
@@ -384,5 +395,5 @@ def _shards(index: Path) -> list[Path]:
 def _read_json(path: Path, rule: str) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise SettingsError(f"{rule}; {path} is not ({error})") from None

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 #: Types of tokens in ``tokenizer.ggml.token_type``.
 CONTROL, USER_DEFINED = 3, 4
+#: Tokens that end a turn in chat templates. Many files name only the end of the text, so llama.cpp also finds them by
+#: their text.
+TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
 
 # Regular expressions that split text into pieces. A merge never crosses a piece boundary.
 LLAMA3 = (
@@ -52,6 +55,10 @@ PIECES = {
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
 }
+#: Vocabularies of Llama 3, whose texts begin with the beginning-of-sequence token even if the file does not say so.
+WITH_BOS = ("llama3", "llama-v3", "llama-bpe")
+#: Vocabularies whose tokens are used whole where a piece equals one, whatever the merges.
+IGNORE_MERGES = (*WITH_BOS, "falcon3")
 #: Vocabularies in which every digit is a separate piece, as in llama.cpp and in the models' own tokenizer.json.
 #: transformers does not do this, so results differ for spaces before a digit.
 DIGITS_APART = ("smollm", "starcoder", "refact")
@@ -98,6 +105,26 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
     except Exception as error:  # the library tokenizers has no class for its errors
         raise SettingsError(f"no tokenizer can be built from its vocabulary: {first_line(error)}") from None
     return tokenizer
+
+
+def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a completion: those that the file names, and those that end a turn in its chat template."""
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = {token for token in named if isinstance(token, int)}
+    listed = np.asarray(metadata.get("tokenizer.ggml.eos_token_ids", ()))
+    ends |= set(listed.ravel().tolist()) if listed.dtype.kind in "iu" else set()
+    tokens, template = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.chat_template")
+    types = metadata.get("tokenizer.ggml.token_type", ())
+    if not isinstance(tokens, list) or not isinstance(template, str):
+        return sorted(ends)
+    for text in TURN_ENDS:
+        # In a template with <|return|>, <|end|> ends only a part of an answer.
+        if text not in template or text not in tokens or (text == "<|end|>" and "<|return|>" in tokens):
+            continue
+        token = tokens.index(text)
+        if token < len(types) and types[token] in (CONTROL, USER_DEFINED):
+            ends.add(token)
+    return sorted(ends)
 
 
 def _check_vocabulary(metadata: Mapping[str, Any]) -> None:
@@ -151,6 +178,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
         continuing_subword_prefix="",
         end_of_word_suffix="",
         fuse_unk=False,
+        ignore_merges=pre in IGNORE_MERGES,
     )
     tokenizer.decoder = decoders.ByteLevel()
     if PIECES[pre]:
@@ -195,10 +223,11 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
         raise SettingsError("a SentencePiece vocabulary must have merges or scores, and has neither")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = _bpe(vocabulary, merges, fuse_unk=True, byte_fallback=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    scheme = "first" if prefix else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return tokenizer
 
 
@@ -262,9 +291,9 @@ def _add_whole_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], byte_le
 
 
 def _begin_with_bos(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
-    """Prepend the beginning-of-sequence token if the file requests it, or by default for SentencePiece."""
+    """Prepend the beginning-of-sequence token if the file requests it, by default for SentencePiece and Llama 3."""
     bos = _token(metadata, "bos")
-    by_default = metadata["tokenizer.ggml.model"] == "llama"
+    by_default = metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in WITH_BOS
     if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", by_default):
         from tokenizers import processors
 

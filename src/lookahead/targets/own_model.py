@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from ..core import SettingsError, Target
 from ..models.gguf import GGUFFile
+from ..models.tokenizer import end_tokens
 from .limits import Limits, Probe
 
 
@@ -36,9 +37,7 @@ def weights_of(file: GGUFFile) -> tuple[str, int]:
 
 def generation_config_of(file: GGUFFile) -> SimpleNamespace:
     """The end tokens of a GGUF file, as in a generation config of transformers."""
-    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    ends = {file.metadata[key] for key in keys if isinstance(file.metadata.get(key), int)}
-    return SimpleNamespace(eos_token_id=sorted(ends) or None)
+    return SimpleNamespace(eos_token_id=end_tokens(file.metadata) or None)
 
 
 class NeedsModule(SettingsError, AttributeError):
