@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli import app
-from lookahead.core import SettingsError
+from lookahead.core import OutOfMemory, SettingsError
 from lookahead.drafters.adaptive import cost, measure
 from lookahead.drafters.adaptive.cost import CostCurve, curve_file, load_curve, machine, save_curve
 from lookahead.drafters.adaptive.measure import Measurement, config_key, cost_path, curve_of, model_key
@@ -189,7 +190,8 @@ def test_a_key_names_what_determines_the_cost():
     ]
     options = [{}, {"flash_attn": "off"}, {"cache_type_k": "q8_0"}, {"cache_type_v": "q8_0"}]
     keys = [of(each) for each in (config(), *awq, *loading)]
-    keys += [of(config(max_position_embeddings=9), loaded=loaded(**each)) for each in options]
+    own = {"runs_on": "cpu"}
+    keys += [of(config(max_position_embeddings=9), loaded=loaded(**each), **own) for each in options]
     assert len(set(keys)) == len(keys)
     assert "quantization_config" not in config_key(config())
     assert cost_path(FakeTarget()) == FakeTarget.path
@@ -260,6 +262,23 @@ def test_a_model_that_cannot_be_measured_has_the_guess_for_its_device(toy, devic
     assert curve.cost(64) == pytest.approx(cost)
 
 
+def test_sizes_without_memory_are_left_out(toy):
+    class Small(FakeTarget):
+        def prefill(self, prompts):
+            if len(prompts) > 16:
+                self.committed.update((slot, []) for slot, _ in prompts)  # as real targets do
+                raise OutOfMemory("no room for so many sequences")
+            return super().prefill(prompts)
+
+    target = Small(512, max_rows=12)
+    curve = measure.measure(target, patience=inf).curve()
+    assert {number for points in curve.rows.values() for number in points} == {1, 2, 3, 4, 6, 8, 12}
+    assert set(curve.sequences) == {4, 16}
+    assert target.committed == {}
+    none = measure._load_or_measure(Small(512, max_rows=0), "b", pytest.fail, False)
+    assert none.cost(64) == CostCurve.unmeasured(False).cost(64)
+
+
 class ClockedTarget(FakeTarget):
     """A target whose steps advance the test's clock by c(k)."""
 
@@ -299,6 +318,23 @@ def use_clock(monkeypatch, target, drafting=0.0, of_a_row=0.0):
 
     monkeypatch.setattr(measure, "perf_counter", lambda: target.now)
     monkeypatch.setattr(measure, "AdaptiveDraftState", Clocked)
+
+
+def test_a_curve_of_llama_cpp_is_for_the_device_it_runs_on():
+    def model(runs_on):
+        config = transformers.LlamaConfig()
+        loaded = SimpleNamespace(options=MachineOptions())
+        return SimpleNamespace(config=config, loaded=loaded, weights="Q4_0", device="cpu", runs_on=runs_on)
+
+    assert model_key(model("cpu")) != model_key(model("gpu"))
+
+
+def test_several_passes_of_exact_mode_on_a_gpu_are_in_the_curve(monkeypatch):
+    """It evaluates 64 rows per pass, so 256 rows cost four."""
+    target = ClockedTarget(CostCurve({0: {1: 1.0, 64: 1.0, 128: 2.0, 192: 3.0, 256: 4.0}}))
+    target.runs_on = "cuda"
+    use_clock(monkeypatch, target)
+    assert measure.measure(target, patience=inf).curve().cost(256) > 2.9
 
 
 def test_a_gpu_reads_its_own_curve_from_the_largest_number_of_rows_on(monkeypatch):

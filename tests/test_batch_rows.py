@@ -10,6 +10,7 @@ import lookahead
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.drafters import Adaptive, Plain, as_drafter
 from lookahead.targets import batch_rows, paths
+from lookahead.targets import transformers as transformers_target
 from lookahead.targets.batch_rows import BatchRowsTarget, leaf_paths
 from lookahead.targets.paths import NAMES, make_target, probe
 from lookahead.testing import run
@@ -268,7 +269,7 @@ def test_the_probe_sees_a_wrong_state(monkeypatch):
 
 
 def test_the_probe_sees_states_that_are_not_copied(monkeypatch):
-    monkeypatch.setattr(batch_rows, "_repeat", lambda state, rows: state)
+    monkeypatch.setattr(transformers_target, "_repeat", lambda state, rows: state)
     with pytest.raises(SettingsError, match="do not continue its sequence"):
         probe(build("mamba2", num_hidden_layers=1))
 
@@ -350,6 +351,27 @@ def test_running_out_of_memory_leaves_every_state_as_it_was(monkeypatch):
         (plain,) = run(make_target(model, path="plain"), [Request(text, Plain(), 30)])
         assert one.tokens == plain.tokens
     assert max(calls) > 2
+
+
+@pytest.mark.parametrize(("family", "path"), [("lfm2", "plain"), ("lfm2", "batch-rows"), ("mamba", "plain")])
+def test_a_sequence_that_ends_without_memory_changes_no_other(monkeypatch, family, path):
+    """The other sequence has taken its step when memory runs out, and takes it again."""
+    model = model_of(family)
+    honest, calls = transformers_target.run_model, []
+
+    def full(model, facts, cache, ids, positions, **named):
+        if len(ids[0]) == 1 and int(positions[0, 0]) == 24:  # the fifth step of the longer sequence
+            calls.append(1)
+            raise OutOfMemory("no room")
+        return honest(model, facts, cache, ids, positions, **named)
+
+    (alone,) = run(make_target(model, path=path), [Request([11, 12] * 5, Plain(), 12)])
+    monkeypatch.setattr(transformers_target, "run_model", full)
+    requests = [Request([11, 12] * 5, Plain(), 12), Request([5, 6, 7, 8] * 5, Plain(), 12)]
+    short, long = run(make_target(model, path=path), requests)
+    assert calls
+    assert isinstance(long.error, OutOfMemory)
+    assert short.tokens == alone.tokens
 
 
 def test_positions_that_change_with_the_length_go_one_row_a_step():

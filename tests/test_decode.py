@@ -28,6 +28,7 @@ from lookahead.drafters import (
     PromptLookup,
     as_drafter,
 )
+from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, repetitive_text, run
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [3]]
@@ -204,6 +205,26 @@ def test_one_row_too_many_is_an_error_and_keeps_what_there_is():
     assert ours.finish_reason == "error"
     assert isinstance(ours.error, OutOfMemory)
     assert len(ours.tokens) == 1
+
+
+@pytest.mark.parametrize("budget", [64, lambda sequences: CostCurve.guess().budget(sequences)])
+def test_running_out_of_memory_with_one_row_ends_only_the_longest_sequence(budget):
+    """Another sequence, whose prompt is being evaluated, goes on."""
+
+    class Full(FakeTarget):
+        def forward(self, trees):
+            if any(self.committed[slot][0] == 1 for slot, _ in trees):
+                raise OutOfMemory("no memory for a row")
+            return super().forward(trees)
+
+    target = Full(40)
+    engine = Engine(lambda: target, target=target, prompt_rows=4, row_budget=budget)
+    first = engine.add(Request([1, 2], Plain(), 5))
+    second = engine.add(Request([3] * 9, Plain(), 5))
+    while engine.busy:
+        engine.step()
+    assert isinstance(first.error, OutOfMemory)
+    assert (second.finish_reason, len(second.tokens)) == ("length", 5)
 
 
 class Crowded(FakeTarget):
@@ -401,7 +422,7 @@ def test_where_two_texts_part():
         (lambda: Lookahead(5.5, 5, 1), "whole number"),
         (lambda: Lookahead(max_pool_keys=0), "max_pool_keys"),
         (lambda: Jacobi(0), "block_size must be a whole number between 1 and 512, got 0"),
-        (lambda: PromptLookup(max_ngram=0), "max_ngram must be a whole number of at least 1, got 0"),
+        (lambda: PromptLookup(max_ngram=0), "max_ngram must be a whole number between 1 and 32, got 0"),
         (lambda: Lookahead(1, 1, 0), r"use lookahead\.Plain\(\)"),
         (lambda: Lookahead(pool={}), "pool must be an NGramPool or None, got dict"),
         (lambda: Adaptive(state=NGramPool(1)), "state must be an AdaptiveState or None, got NGramPool"),
@@ -531,3 +552,8 @@ def test_a_drafted_token_outside_the_vocabulary_is_named(token):
     target.vocabulary = 40
     (sequence,) = run(target, [Request([1, 2], Wrong(5, 4, 5), 9)])
     assert f"between 0 and 39, got {token}" in str(sequence.error)
+
+
+def test_a_comparison_with_plain_decoding_needs_a_plain_decoding():
+    with pytest.raises(AssertionError, match="plain decoding failed for prompt 0"):
+        assert_same_as_autoregressive(FakeTarget(40, lambda prefix: -1), [[1, 2]])

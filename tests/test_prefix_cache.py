@@ -6,7 +6,7 @@ import torch
 import lookahead
 from families import tiny_model
 from lookahead.cli.chat import Conversation
-from lookahead.core import NumericalError, Request
+from lookahead.core import Engine, NumericalError, OutOfMemory, Request
 from lookahead.drafters import Lookahead, Plain
 from lookahead.engine.prefix_cache import PrefixTarget, with_prefixes
 from lookahead.targets.paths import make_target
@@ -132,6 +132,64 @@ def test_a_failed_prompt_leaves_nothing_behind():
     assert decode(target, [*SHARED, 99]) == [[]]
     assert decode(target, SHARED) == decode(make_target(model), SHARED)
     assert counting.rows == [40]
+
+
+class Small(Counting):
+    """A target with room for a number of sequences."""
+
+    slots = 2
+
+    def _check(self, slot):
+        if len({*self._target.lengths, slot}) > self.slots:
+            raise OutOfMemory("no room for another sequence")
+
+    def prefill(self, prompts):
+        self._check(prompts[0][0])
+        return super().prefill(prompts)
+
+    def reuse(self, slot, source, length):
+        self._check(slot)
+        self._target.reuse(slot, source, length)
+
+
+@pytest.mark.parametrize("last", [[50] * 20, [*SHARED[:10], *[50] * 10]], ids=["new", "shared"])
+def test_kept_sequences_make_room_for_a_prompt(last):
+    model = tiny_model("llama", initializer_range=0.1)
+    target = PrefixTarget(Small(make_target(model)), kept=2)
+    decode(target, SHARED)
+    decode(target, [90, 12] * 20)
+    assert decode(target, last) == decode(make_target(model), last)
+    assert decode(target, SHARED) == decode(make_target(model), SHARED)
+    assert next(target._new) <= 3  # no slot is lost
+
+
+def test_kept_sequences_make_room_for_a_step():
+    model = tiny_model("llama", initializer_range=0.1)
+    small = Small(make_target(model))
+    target = PrefixTarget(small, kept=2)
+    decode(target, SHARED)
+    forward = small._target.forward
+
+    def full(trees):
+        if len(small._target.lengths) > 1:
+            raise OutOfMemory("no room")
+        return forward(trees)
+
+    small.forward = full
+    assert decode(target, [50] * 20) == decode(make_target(model), [50] * 20)
+
+
+def test_reused_rows_take_no_room_from_other_prompts():
+    model = tiny_model("llama", initializer_range=0.1)
+    target = PrefixTarget(make_target(model), kept=2)
+    engine = Engine(lambda: target, target=target, prompt_rows=16)
+    for prompt in ([*SHARED, 1], [*SHARED, 2, 3], [*SHARED, 4, 5]):
+        engine.add(Request(prompt, Plain(), 2))
+        if prompt[-1] == 1:
+            while engine.busy:
+                engine.step()
+    updates = engine.step()
+    assert [len(update.tokens) for update in updates] == [1, 1]
 
 
 # ------------------------------------------------------------------------------------ in LLM and chat

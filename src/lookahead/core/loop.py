@@ -296,7 +296,8 @@ class Engine:
             begin = sequence.evaluated
             with _ended_by_errors(sequence, "prompt evaluation"), timed("prefill", [sequence.stats]):
                 scores, last = self._evaluate_prompt(sequence, room)
-                room -= sequence.evaluated - begin
+                reused = 0 if begin else sequence.cached
+                room -= sequence.evaluated - begin - reused
                 if sequence.evaluated == len(sequence.request.prompt):
                     steps[sequence] = [self._begin(sequence, scores, last)], [], None
         return steps
@@ -311,6 +312,8 @@ class Engine:
             room = 1  # a prefill returns the scores of its last row only
         elif not begin and isinstance(target, CachingTarget):
             room += target.known(request.prompt)  # reused tokens need no rows
+        if begin:
+            room = min(room, target.depth_limit(slot) + 1)
         piece = request.prompt[begin : begin + room]
         sequence.evaluated = end = begin + len(piece)
         # The first chunk is a prefill, later ones are chains under committed tokens.
@@ -398,10 +401,12 @@ class Engine:
             drafted: list[tuple[Sequence, TokenTree]] = []
             with timed("draft", stats):
                 running = [sequence for sequence in self._decoding if sequence.finish_reason is None]
+                if not running:
+                    return []
                 budget = self.row_budget
                 left = budget if isinstance(budget, int) else budget(len(running))
                 # Captured passes pad all trees to the largest, so no tree may exceed an equal share.
-                largest = left // max(1, len(running)) if getattr(target, "captures", False) else left
+                largest = left // len(running) if getattr(target, "captures", False) else left
                 for index, sequence in enumerate(running):
                     # An equal share of the remaining rows, so that unused rows go to later sequences.
                     share = min(largest, left // (len(running) - index))

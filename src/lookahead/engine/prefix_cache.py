@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Protocol, runtime_checkable
 
-from ..core import Scores, Target, TokenTree, common_prefix
+from ..core import OutOfMemory, Scores, Target, TokenTree, common_prefix
 
 
 @runtime_checkable
@@ -33,6 +33,8 @@ class ReusingTarget(Target, Protocol):
 
 class PrefixTarget:
     """A target that keeps finished sequences and drops the least recently used. Implements ``lookahead.core.Target``.
+
+    If a pass does not fit in memory, it drops all of them and tries once more.
 
     Args:
         target: evaluates the rows; its ``keeps_prefixes`` must be true.
@@ -62,10 +64,22 @@ class PrefixTarget:
         call."""
         scores: list[Scores] = []
         for slot, prompt in prompts:
-            inner = self._slots[slot] = self._choose_slot(slot, prompt)
-            self._texts[inner] = []  # nothing to reuse if the evaluation fails
-            scores += self._target.prefill([(inner, prompt)])
-            self._texts[inner] = list(prompt)
+            try:
+                scores += self._prefill(slot, prompt)
+            except OutOfMemory:
+                if not self._idle:
+                    raise
+                self.release(slot)
+                self._keep_idle(0)
+                scores += self._prefill(slot, prompt)
+        return scores
+
+    def _prefill(self, slot: int, prompt: Sequence[int]) -> Sequence[Scores]:
+        inner = self._choose_slot(slot, prompt)
+        self._slots[slot] = inner
+        self._texts[inner] = []  # nothing to reuse if the evaluation fails
+        scores = self._target.prefill([(inner, prompt)])
+        self._texts[inner] = list(prompt)
         return scores
 
     def known(self, prompt: Sequence[int]) -> int:
@@ -88,12 +102,25 @@ class PrefixTarget:
         else:
             inner = self._free.pop() if self._free else next(self._new)
         if length:
-            self._target.reuse(inner, source, length)
+            try:
+                self._target.reuse(inner, source, length)
+            except BaseException:
+                self._texts.pop(inner, None)
+                self._target.release(inner)
+                self._free.append(inner)
+                raise
         return inner
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> Sequence[Scores]:
         self._trees = dict(trees)
-        return self._target.forward([(self._slots[slot], tree) for slot, tree in trees])
+        inner = [(self._slots[slot], tree) for slot, tree in trees]
+        try:
+            return self._target.forward(inner)
+        except OutOfMemory:
+            if not self._idle:
+                raise
+            self._keep_idle(0)
+            return self._target.forward(inner)
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
         self._target.commit([(self._slots[slot], path) for slot, path in paths])
@@ -107,7 +134,11 @@ class PrefixTarget:
         if slot in self._slots:
             inner = self._slots.pop(slot)
             self._idle.insert(len(self._idle) if self._texts[inner] else 0, inner)
-        while len(self._idle) > self._kept:
+        self._keep_idle(self._kept)
+
+    def _keep_idle(self, most: int) -> None:
+        """Drop finished sequences, the least recently used first, until at most ``most`` are kept."""
+        while len(self._idle) > most:
             oldest = self._idle.pop(0)
             del self._texts[oldest]
             self._target.release(oldest)

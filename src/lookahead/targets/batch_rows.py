@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +41,7 @@ from .equivalence import HALF_DTYPES, WRONG_ANCESTOR, Trial, distance
 from .facts import PassFacts
 from .limits import memory_errors
 from .logits import LogitsBatch, LogitsRows
-from .transformers import PlainTarget, run_model
+from .transformers import PlainTarget, repeated, run_model
 
 #: Maximum pending tokens in a pass, summed over its rows.
 MAX_PENDING = 16
@@ -108,7 +107,13 @@ class BatchRowsTarget(PlainTarget):
         for slot, _ in trees:
             self._passes.pop(slot, None)
         if all(len(tree) == 1 for _, tree in trees):
-            return [self._process(slot, tree.tokens) for slot, tree in trees]
+            pending = {slot: self._pending[slot] for slot, _ in trees}
+            try:
+                with self._all_or_none(list(pending)):
+                    return [self._process(slot, tree.tokens) for slot, tree in trees]
+            except OutOfMemory:
+                self._pending.update(pending)
+                raise
         return [self._evaluate(slot, tree) for slot, tree in trees]
 
     def _process(self, slot: int, tokens: Sequence[int] = ()) -> Scores:
@@ -194,24 +199,6 @@ def leaf_paths(tree: TokenTree) -> list[list[int]]:
         inner |= tree.ancestors[node] & ~(1 << node)
     leaves = [node for node in needed if not inner >> node & 1]
     return [[row for row in range(leaf + 1) if tree.ancestors[leaf] >> row & 1] for leaf in leaves]
-
-
-def repeated(cache: Any, rows: int) -> Any:
-    """A copy of the cache of one sequence, repeated ``rows`` times; passes with the copy leave the original
-    unchanged."""
-    other = copy(cache)
-    other.layers = [copy(layer) for layer in cache.layers]
-    for layer in other.layers:
-        for name, value in vars(layer).items():
-            if isinstance(value, dict):  # recurrent states by index, which layers write in place
-                setattr(layer, name, {key: _repeat(state, rows) for key, state in value.items()})
-            elif torch.is_tensor(value) and value.dim() > 1:  # keys and values, which grow by concatenation
-                setattr(layer, name, value.expand(rows, *value.shape[1:]))
-    return other
-
-
-def _repeat(state: Any, rows: int) -> Any:
-    return state.repeat_interleave(rows, 0) if torch.is_tensor(state) else state
 
 
 class NoSteps(SettingsError):

@@ -18,6 +18,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from .limits import memory_errors
+
 
 class KVStorage(ABC):
     """Preallocated keys and values of several sequences, one per slot, written in place."""
@@ -50,8 +52,9 @@ class StoredTarget:
     def reuse(self, slot: int, source: int, length: int) -> None:
         """Start a slot with the first ``length`` tokens of another; if ``slot == source``, truncate it to them."""
         if slot != source:
-            self.cache.make_room(slot, length)
-            self.cache.copy(slot, source, length)
+            with memory_errors(f"a copy of {length} tokens"):
+                self.cache.make_room(slot, length)
+                self.cache.copy(slot, source, length)
         self.lengths[slot] = length
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import SettingsError, Target, TokenTree
+from ..core import NumericalError, OutOfMemory, SettingsError, Target, TokenTree
 from ..drafters.adaptive.base_files import table_name
 from ..models.head_file import HeadWeights, load_head
 from ..records import cache_folder
@@ -128,7 +128,7 @@ def head_of(
                 head = make_head(model, path, load_head(file))
                 head.cost = measured_cost(head, make_target())
                 heads[key] = head
-        except SettingsError as error:
+        except (NumericalError, OutOfMemory, SettingsError) as error:
             if wanted != "auto" or path in PATHS:  # "auto" was no explicit request
                 notice(f"{error}; decoding goes on without a light head")
     return heads[key]
@@ -140,17 +140,19 @@ def measured_cost(head: Any, target: Target) -> float:
     state = np.zeros((1, head.hidden), np.float32)
     calls = list[float]()
     steps = list[float]()
-    target.prefill([(0, [0])])
-    for _ in range(ROUNDS):
-        begin = perf_counter()
-        (scores,) = target.forward([(0, TokenTree(0))])
-        scores.best(0)
-        target.commit([(0, [0])])
-        evaluated = perf_counter()
-        head.guess(state, [0], 8)
-        steps.append(evaluated - begin)
-        calls.append(perf_counter() - evaluated)
-    target.release(0)
+    try:
+        target.prefill([(0, [0])])
+        for _ in range(ROUNDS):
+            begin = perf_counter()
+            (scores,) = target.forward([(0, TokenTree(0))])
+            scores.best(0)
+            target.commit([(0, [0])])
+            evaluated = perf_counter()
+            head.guess(state, [0], 8)
+            steps.append(evaluated - begin)
+            calls.append(perf_counter() - evaluated)
+    finally:
+        target.release(0)
     return median(calls[1:]) / median(steps[1:])  # the first calls compile
 
 

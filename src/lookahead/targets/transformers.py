@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from threading import get_ident
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ..core import Scores, SettingsError, TokenTree
+from ..core import OutOfMemory, Scores, SettingsError, TokenTree
 from ..core.target import BIT_EQUAL, UP_TO_ROUNDING
 from .attention_hook import mask_compatible_attention
 from .cache import StoredTarget
@@ -257,7 +258,22 @@ class PlainTarget:
         return [self._run(slot, prompt) for slot, prompt in prompts]
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
-        return [self._run(slot, tree.tokens) for slot, tree in trees]
+        with self._all_or_none([slot for slot, _ in trees]):
+            return [self._run(slot, tree.tokens) for slot, tree in trees]
+
+    @contextmanager
+    def _all_or_none(self, slots: Sequence[int]) -> Iterator[None]:
+        """If memory runs out in the block, all slots are as before. A single slot is not: its sequence ends."""
+        before = [(slot, self._caches[slot], self.lengths[slot]) for slot in slots]
+        if len(slots) > 1:
+            self._caches.update((slot, repeated(cache, 1)) for slot, cache, _ in before)
+        try:
+            yield
+        except OutOfMemory:
+            for slot, cache, length in before:
+                self._caches[slot] = cache
+                self.lengths[slot] = length
+            raise
 
     def _run(self, slot: int, tokens: Sequence[int]) -> LogitsRows:
         device = self.model.device
@@ -276,3 +292,21 @@ class PlainTarget:
     def release(self, slot: int) -> None:
         self._caches.pop(slot, None)
         self.lengths.pop(slot, None)
+
+
+def repeated(cache: Any, rows: int) -> Any:
+    """A copy of the cache of one sequence, repeated ``rows`` times; passes with the copy leave the original
+    unchanged."""
+    other = copy(cache)
+    other.layers = [copy(layer) for layer in cache.layers]
+    for layer in other.layers:
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):  # recurrent states by index, which layers write in place
+                setattr(layer, name, {key: _repeat(state, rows) for key, state in value.items()})
+            elif torch.is_tensor(value) and value.dim() > 1:  # keys and values, which grow by concatenation
+                setattr(layer, name, value.expand(rows, *value.shape[1:]))
+    return other
+
+
+def _repeat(state: Any, rows: int) -> Any:
+    return state.repeat_interleave(rows, 0) if torch.is_tensor(state) else state

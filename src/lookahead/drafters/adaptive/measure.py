@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ... import draws
-from ...core import NumericalError, SettingsError, Start, Target, TokenTree
+from ...core import NumericalError, OutOfMemory, SettingsError, Start, Target, TokenTree
 from ...core.target import positions_left
 from ...jit import compile_ahead, wait_for_compilation
 from .cost import CostCurve, load_curve, runs_on, runs_on_gpu, save_curve
@@ -33,8 +33,9 @@ from .state import AdaptiveState
 
 #: Numbers of rows to measure, the most informative first.
 ROWS = (4, 8, 2, 3, 16, 6, 32, 12, 64)
-#: The same for captured passes, which are padded to these numbers. Rows are cheap there and slopes between small
-#: numbers would be noise, so a large number is measured first.
+#: The same for captured passes, which are padded to these numbers, and for other passes with CUDA. Rows are cheap
+#: there and slopes between small numbers would be noise, so a large number is measured first. Exact mode evaluates 64
+#: rows per pass, which only 128 rows show.
 CAPTURED_ROWS = (64, 8, 128, 16, 32, 4)
 #: Context lengths to measure.
 CONTEXTS = (64, 512)
@@ -107,6 +108,8 @@ class Measurement:
                 rows.setdefault(context, {})[number] = 1 + self.sustained * more
             elif number == 1:
                 sequences[batch] = seconds / plain
+        # A context with plain steps only does not tell the cost of rows.
+        rows = {context: points for context, points in rows.items() if len(points) > 1} or rows
         drafting = median(self.drafting[min(self.drafting)]) / plain if self.drafting else 0.0
         return CostCurve(rows, sequences, drafting, plain)
 
@@ -131,17 +134,21 @@ def measure(
         patience: seconds after which no further size is started; two numbers of rows are always measured.
         progress: called with (sequences, context, rows, seconds) for every size.
 
+    Sizes that do not fit in memory are left out.
+
     Raises:
         SettingsError: no context fits the model.
+        OutOfMemory: not even a plain step fits in memory.
     """
     result = Measurement(progress)
     end = perf_counter() + patience
     captured = getattr(target, "captures", False)
     discard = _discarded(target)
-    if captured or runs_on(getattr(target, "model", None) or target) != "cpu":
+    device = runs_on(getattr(target, "model", None) or target)
+    if captured or device != "cpu":
         result.sustained = 1.0
     if rows is None:
-        rows = CAPTURED_ROWS if captured else ROWS
+        rows = CAPTURED_ROWS if captured or device == "cuda" else ROWS
     sizes = [number for number in rows if number > 1]
 
     # Skip contexts from which the timed steps would run past the model's last position.
@@ -158,9 +165,9 @@ def measure(
         begin = perf_counter()
         if index and begin + result.of_a_prompt * context > end:
             break
-        target.prefill([(0, _prompt(target, context))])
-        result.of_a_prompt = (perf_counter() - begin) / context
         try:
+            target.prefill([(0, _prompt(target, context))])
+            result.of_a_prompt = (perf_counter() - begin) / context
             _time_context(
                 target,
                 result,
@@ -170,6 +177,10 @@ def measure(
                 discard,
                 end,
             )
+        except OutOfMemory:
+            if not result.seconds:
+                raise
+            break  # longer contexts do not fit either
         finally:
             target.release(0)
     _time_sequences(target, result, fitting[0], sequences, rounds, end)
@@ -200,18 +211,27 @@ def _time_context(
     state = AdaptiveState()  # shared by all sizes, so that the drafter soon has enough proposals
     plain = [_plain_step(target, [0]) for _ in range(discard + rounds)][discard:]
     result.add((1, context, 1), plain)
+    too_many = inf  # rows that do not fit in memory
     for index, number in enumerate(sizes):
         if index >= 2 and perf_counter() > end:
             return
+        if number >= too_many:
+            continue
         drafter = Adaptive(rows=number, window_size=0, sources=("logits",), state=state)
         plain = []
         drafted = list[float]()
         counts = list[int]()
-        for count, seconds, drafting in drafted_steps(target, drafter, discard + rounds):
-            counts.append(count)
-            plain.append(_plain_step(target, [0]))
-            drafted.append(seconds)
-            result.drafting.setdefault(number, []).append(drafting)
+        times = list[float]()
+        try:
+            for count, seconds, drafting in drafted_steps(target, drafter, discard + rounds):
+                counts.append(count)
+                plain.append(_plain_step(target, [0]))
+                drafted.append(seconds)
+                times.append(drafting)
+        except OutOfMemory:
+            too_many = number
+            continue
+        result.drafting.setdefault(number, []).extend(times)
         if counts[-1] == number:  # a tiny vocabulary has too few tokens
             result.add((1, context, number), drafted[discard:], plain[discard:])
 
@@ -224,11 +244,13 @@ def _time_sequences(
         if number == 1 or perf_counter() + result.of_a_prompt * number > end:
             continue
         slots = list(range(number))
-        target.prefill([(slot, [slot % target.vocabulary]) for slot in slots])
         try:
+            target.prefill([(slot, [slot % target.vocabulary]) for slot in slots])
             for _ in range(2 if getattr(target, "captures", False) else 1):  # compile, and capture if it does
                 _plain_step(target, slots)
             result.add((number, context, 1), [_plain_step(target, slots) for _ in range(rounds // 2 + 1)])
+        except OutOfMemory:
+            return  # more sequences do not fit either
         finally:
             for slot in slots:
                 target.release(slot)
@@ -364,6 +386,8 @@ def model_key(model: Any, path: str = "") -> str:
     for name in ("flash_attn", "cache_type_k", "cache_type_v"):
         if value := getattr(options, name, None):
             parts.append(f"{name} {value}")
+    if options is not None:  # the same options run on a GPU or not, depending on how llama.cpp was built
+        parts.append(f"on {model.runs_on}")
     return "|".join(str(part) for part in parts)
 
 
@@ -442,8 +466,9 @@ def _load_or_measure(target: Target, name: str, notice: Callable[[str], None], o
         if curve is not None:
             return curve
         measured = measure(target)
-    except (NumericalError, SettingsError):
-        # Some tokens have NaN logits, which sequences report when they occur, or the model's context is too short.
+    except (NumericalError, OutOfMemory, SettingsError):
+        # Some tokens have NaN logits, which sequences report when they occur, there is no memory, or the model's
+        # context is too short.
         return CostCurve.unmeasured(on_gpu)
     if not measured.steady:
         typical = CostCurve.typical(on_gpu)

@@ -199,7 +199,7 @@ class Memory(NamedTuple):
     base: Trie
     calibration: Calibration
     step: Annotated[Any, STEP, 1]  # (1,) STEP
-    # (rows + 1,): c(k), the cost of a step of k rows in plain steps; 0 for every k if the rows are fixed
+    # (rows + 1,): c(k), the cost of a step of k rows in plain steps; 1 for every k if the rows are fixed
     costs: Annotated[Any, "f8", 1]
     # (rows + 1,): the smallest cost per additional row, from k to any larger number
     slopes: Annotated[Any, "f8", 1]
