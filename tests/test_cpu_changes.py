@@ -147,6 +147,20 @@ def test_refresh_of_an_llm(merged: torch.nn.Module) -> None:
     assert llm.generate([5, 6, 7], max_new_tokens=20).tokens == expected[0, 3:].tolist()
 
 
+def test_refresh_of_an_llm_empties_its_prefix_cache() -> None:
+    model = tiny("llama")
+    llm = lookahead.LLM(model, prefix_cache=2)
+    before = llm.generate([5, 6, 7], max_new_tokens=20).tokens
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("q_proj.weight"):
+                weight.data += 0.5
+    lookahead.refresh(llm)
+    after = llm.generate([5, 6, 7], max_new_tokens=20).tokens
+    assert after == lookahead.LLM(model).generate([5, 6, 7], max_new_tokens=20).tokens
+    assert after != before
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_a_compiled_model_that_nobody_holds_is_freed(family: str) -> None:
     """The compiled copy is cached with the model and must not keep the model alive."""

@@ -55,6 +55,19 @@ for count, size in [(count, size) for count in (1, 2) for size in sizes]:
 """
 
 
+@pytest.mark.parametrize("family", ["gpt_neox", "bloom"])
+def test_threads_take_turns_on_a_model_of_transformers(family: str) -> None:
+    """Passes change the model's attention and hooks for their duration."""
+    model = tiny_model(family, initializer_range=0.2).to(torch.bfloat16)
+    llm = lookahead.LLM(model, exact=family != "bloom", drafter="7,4,5")
+    prompts = [[3, 1, 4, 1, 5 + number] for number in range(4)]
+    want = [llm.generate(prompt, max_new_tokens=24).tokens for prompt in prompts]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(3):
+            found = threads.map(lambda prompt: llm.generate(prompt, max_new_tokens=24), prompts)
+            assert [result.tokens for result in found] == want
+
+
 def stress(seconds: float, sizes: list[int]) -> list[list[int]]:
     """Calls per thread for each number of threads, with passes on one core, then two.
 

@@ -421,6 +421,11 @@ def test_invalid_prompts_are_refused(llm, prompt, match):
         ({"stop": [3]}, "stop string must have"),
         ({"logits_processor": 3}, "logits_processor must be"),
         ({"bad_words": [""]}, "bad word"),
+        ({"bad_words": "foo"}, "bad_words must be a list of strings or of lists of token ids, got 'foo'"),
+        ({"bad_words": [40]}, "bad_words must be a list"),
+        ({"bad_words": [[-1]]}, "bad_words must be a list"),
+        ({"seeds": 7}, "seeds must be a list of whole numbers, got 7"),
+        ({"temperature": 1, "seeds": [None]}, "seeds must be a list"),
         ({"ignore_eos": "yes"}, "ignore_eos"),
         ({"batch_size": 0}, "batch_size"),
         ({"pool": NGramPool(5)}, "'pool'"),
@@ -435,6 +440,17 @@ def test_wrong_calls_are_refused(llm):
     refused("stream takes one prompt", llm.stream, ["a", "b"])
     refused("one prompt at a time", llm.generate, ["a", "b"], drafter=Lookahead(pool=NGramPool(15)))
     refused("seeds must be one per prompt", llm.run, ["a", "b"], seeds=[1])
+    for one in ("Hello", [1, 2, 3], [{"role": "user", "content": "a"}], iter(["a"])):
+        refused("run takes a list of prompts, got one", llm.run, one)
+    assert list(llm.run([])) == []
+    assert len(list(llm.run(["a"], max_new_tokens=1))) == 1
+    for prompt in (b"Hello", [b"Hello"]):
+        refused("got bytes; decode them first", llm.generate, prompt)
+
+
+def test_a_bad_word_that_is_an_end_token_bans_nothing(llm):
+    words = [[token] for token in llm.eos]
+    assert llm.generate("x", max_new_tokens=4, bad_words=words).tokens
 
 
 def test_the_keywords_written_out_are_the_options():

@@ -1,16 +1,17 @@
 """A loaded model with three methods for decoding: generate, stream and run.
 
-Each call drives its own ``Engine``, so several threads may use one LLM. The sequences of a call share forward passes.
+Each call drives its own ``Engine``, so several threads may use one LLM; their steps take turns, except on the
+compiled CPU path and with llama.cpp. The sequences of a call share forward passes.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from math import inf
 from pathlib import Path
-from threading import Lock
+from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from .core import UNLIMITED_ROWS, Choose, Engine, Request, Result, SettingsError, Target, Update, greedy
@@ -21,7 +22,7 @@ from .engine.processors import make_process
 from .engine.prompts import OnePrompt, Prompt, as_list, encode
 from .engine.text import TextDecoder
 from .options import BatchKeywords, BatchOptions, Keywords, Options, Process, refuse_unknown
-from .targets.fingerprint import fingerprint
+from .targets.fingerprint import fingerprint, refreshes
 from .targets.own_model import OwnModel
 from .targets.paths import make_target, probe
 
@@ -109,6 +110,8 @@ class LLM:
         self.exact = exact
         self._prefix_cache = prefix_cache
         self._lent = Lock()
+        #: Held while a transformers module evaluates: passes change its attention and hooks for their duration.
+        self._module = RLock()
         #: The target of the last call's engine, for the next call, and the model's fingerprint at that time.
         self._kept: tuple[Target, Any] | None = None
         if exact:
@@ -165,7 +168,8 @@ class LLM:
             from .parallel import ParallelTarget
 
             return ParallelTarget(self.rank_group)
-        return make_target(self.model, path=path, exact=self.exact)
+        with self._turn(None):
+            return make_target(self.model, path=path, exact=self.exact)
 
     def engine(
         self,
@@ -186,7 +190,7 @@ class LLM:
                 curve (``CostCurve.budget``), but at least 64.
             **options: other keywords of ``Engine``.
         """
-        if self.probe.facts is None:  # a chunk of a prompt is evaluated as a tree
+        if self.probe.facts is None or self.exact:  # a chunk of a prompt is evaluated as a tree
             prompt_rows = UNLIMITED_ROWS
         admission = Admission(self.model, self.probe, self.target, limits_rows=row_budget is None)
         return Engine(
@@ -205,7 +209,8 @@ class LLM:
                 yield engine
             return
         try:
-            state = fingerprint(self.model)
+            with self._turn(None):
+                state = fingerprint(self.model), refreshes(self.model)
             kept = self._kept
             self._kept = None
             engine = self.engine(
@@ -313,7 +318,7 @@ class LLM:
             seeds=seeds,
         )
         results: dict[int, Result] = {}
-        for update in self.run(prompts, options):
+        for update in self._run(prompts, options):
             if update.result is not None:
                 results[update.index] = update.result.checked()
         return [results[i] for i in range(len(prompts))] if several else results[0]
@@ -332,7 +337,7 @@ class LLM:
         prompts, several = as_list(prompt)
         if several:
             raise SettingsError(f"stream takes one prompt, got a list of {len(prompts)}; use run or generate")
-        return Stream(self.run(prompts, Options.of(options, keywords)))
+        return Stream(self._run(prompts, BatchOptions.of(Options.of(options, keywords), {})))
 
     def run(
         self, prompts: Sequence[Prompt], options: Options | None = None, **keywords: Unpack[BatchKeywords]
@@ -352,7 +357,14 @@ class LLM:
             SettingsError: an option or a prompt is not valid; raised immediately.
             RankError: a rank of the group has been lost, so no further prompt can be decoded.
         """
-        chosen = BatchOptions.of(options, keywords)
+        given, several = as_list(prompts)
+        if not several and given != [[]]:
+            raise SettingsError(
+                "run takes a list of prompts, got one; use generate or stream, or give [prompt]"
+            )
+        return self._run(given if several else [], BatchOptions.of(options, keywords))
+
+    def _run(self, prompts: Sequence[Prompt], chosen: BatchOptions) -> Updates:
         drafter = chosen.drafting(self.drafter)
         if isinstance(drafter, Lookahead) and drafter.pool is not None and len(prompts) > 1:
             raise SettingsError(f"a pool can be used for one prompt at a time, got {len(prompts)} prompts")
@@ -377,10 +389,16 @@ class LLM:
                 request.tag = index
                 engine.add(request)
             while engine.busy:
-                updates = engine.step()
+                with self._turn(engine.target):
+                    updates = engine.step()
                 if self.rank_group is not None and self.rank_group.error is not None:
                     raise self.rank_group.error  # no later prompt could be decoded
                 yield from updates
+
+    def _turn(self, target: Target | None) -> AbstractContextManager[Any]:
+        """A context in which a step may be evaluated: threads take turns unless their passes share nothing."""
+        alone = isinstance(self.model, OwnModel) or (target is not None and target.path == "cpu")
+        return nullcontext() if alone else self._module
 
     def warm_state(
         self, file: str | os.PathLike[str] | None = None, settings: Adaptive | None = None

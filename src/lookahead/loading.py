@@ -245,6 +245,10 @@ def _read_packed(
                 f"weights={chosen.weights!r} is for models that are not quantized, but {checkpoint.shown} is; "
                 "leave weights out"
             )
+        if device != "cpu" and chosen.device is None:
+            raise SettingsError(
+                f"weights needs the CPU, and this machine's default is {device}; give device='cpu'"
+            )
         if device != "cpu" or dtype != "auto":
             raise SettingsError("weights needs the CPU and dtype='auto'; leave out device and dtype")
     if gguf is None or not gguf.is_quantized or dtype != "auto" or device != "cpu" or checkpoint.how:

@@ -146,6 +146,17 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def _word(value: Any) -> bool:
+    """A string, or a list of token ids."""
+    return isinstance(value, str) or (
+        _sequence(value) and all(_whole(token) and token >= 0 for token in value)
+    )
+
+
 def _listed(value: Any) -> list[Any]:
     """A value, a sequence of values, or None, as a list."""
     if value is None:
@@ -171,6 +182,11 @@ WHOLE = ("a whole number or None", _whole)
 NOT_NEGATIVE = ("a number of at least 0; 0 is greedy", lambda t: _number(t) and 0 <= t < inf)
 POSITIVE = ("above 0; 1 is neutral", lambda r: _number(r) and 0 < r < inf)
 YES_OR_NO = ("true or false", lambda given: isinstance(given, bool))
+WORDS = (
+    "a list of strings or of lists of token ids",
+    lambda given: _sequence(given) and all(map(_word, given)),
+)
+SEEDS = ("a list of whole numbers", lambda given: _sequence(given) and all(map(_whole, given)))
 CALLABLES = ("a callable or a list of callables", lambda given: all(map(callable, _listed(given))))
 #: llama.cpp's types for cached keys and values.
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
@@ -370,7 +386,7 @@ class Options(OptionSet):
         common=True,
     )
     bad_words: Sequence[str | Sequence[int]] | None = hidden(
-        None, "Strings, or lists of token ids, that never appear."
+        None, "Strings, or lists of token ids, that never appear.", WORDS
     )
     logits_processor: Process | Sequence[Process] | None = hidden(
         None, "Callables that are applied to the scores before temperature.", CALLABLES
@@ -430,7 +446,7 @@ class BatchOptions(Options):
     batch_size: int | None = hidden(
         None, "Number of prompts that share forward passes; None means all for generate and 1 for run.", COUNT
     )
-    seeds: Sequence[int] | None = hidden(None, "A seed per prompt, instead of seed + i.")
+    seeds: Sequence[int] | None = hidden(None, "A seed per prompt, instead of seed + i.", SEEDS)
 
 
 class Keywords(TypedDict, total=False):

@@ -40,8 +40,10 @@ def make_process(
         add("RepetitionPenaltyLogitsProcessor", float(options.repetition_penalty))
     if options.no_repeat_ngram_size is not None:
         add("NoRepeatNGramLogitsProcessor", options.no_repeat_ngram_size)
-    if options.bad_words:
-        add("NoBadWordsLogitsProcessor", _bad_words(options.bad_words, tokenizer), ends)
+    words = _bad_words(options.bad_words or (), tokenizer)
+    words = [word for word in words if len(word) > 1 or word[0] not in eos]  # transformers refuses end tokens
+    if words:
+        add("NoBadWordsLogitsProcessor", words, ends)
     if options.min_new_tokens is not None and ends:
         low = options.min_new_tokens
         add("MinNewTokensLengthLogitsProcessor", prompt_length, low, ends, device=str(device))

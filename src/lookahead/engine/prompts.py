@@ -17,7 +17,7 @@ Prompt = Any
 def as_list(prompt: Prompt) -> tuple[list[Prompt], bool]:
     """(prompts, whether a list of prompts was given). Tensors and arrays become lists."""
     prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if isinstance(prompt, (str, Mapping)) or not isinstance(prompt, Sequence):
+    if isinstance(prompt, (str, bytes, bytearray, Mapping)) or not isinstance(prompt, Sequence):
         return [prompt], False
     items = [item.tolist() if hasattr(item, "tolist") else item for item in prompt]
     if _all_are(items, int) or _all_are(items, Mapping):
@@ -63,6 +63,8 @@ def encode(
         SettingsError: the prompt is empty, too long or of another type, needs a tokenizer or chat template that is
             missing, or has token ids outside the vocabulary.
     """
+    if isinstance(prompt, (bytes, bytearray)):
+        raise SettingsError("a prompt must be text, chat messages or token ids, got bytes; decode them first")
     if isinstance(prompt, str):
         if not prompt:
             raise SettingsError("the prompt must not be empty, got an empty string")

@@ -19,6 +19,10 @@ _Result = TypeVar("_Result")
 _remembered: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
+#: model -> how often all of its results were dropped
+_refreshes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
 def remember(model: Any, name: str, compute: Callable[[], _Result]) -> _Result:
     """The result of ``compute``, computed once per model and name until the model's fingerprint changes."""
     results = _remembered.setdefault(model, {})
@@ -30,10 +34,17 @@ def remember(model: Any, name: str, compute: Callable[[], _Result]) -> _Result:
 
 
 def forget(model: Any, prefix: str = "") -> None:
-    """Drop the cached results of a model whose names begin with ``prefix``."""
+    """Drop the cached results of a model whose names begin with ``prefix``; without one, all of them."""
+    if not prefix:
+        _refreshes[model] = refreshes(model) + 1
     results = _remembered.get(model, {})
     for name in [name for name in results if name.startswith(prefix)]:
         del results[name]
+
+
+def refreshes(model: Any) -> int:
+    """How often all results of a model were dropped because of changes that its fingerprint does not show."""
+    return _refreshes.get(model, 0)
 
 
 #: The module of transformers' hooks that capture hidden states and attentions. They stay on a model after a call with
