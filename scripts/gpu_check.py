@@ -337,6 +337,8 @@ def main() -> int:
     if given.model is not None and not Path(given.model).exists():
         print(f"--model must be a directory or a GGUF file that exists, got {given.model}", file=sys.stderr)
         return 2
+    if given.model is not None:  # the parts run in the repository's folder
+        given.model = str(Path(given.model).resolve())
     if not given.budget >= 60:
         print(f"--budget must be at least 60 seconds, got {given.budget:g}", file=sys.stderr)
         return 2

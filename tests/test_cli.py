@@ -196,6 +196,9 @@ def test_demo_streams_texts_and_prints_a_table(model, llm, tmp_path):
     assert "bench --workload" in err.splitlines()[-1]
     assert "ready after" in err
     refused("--prompts must be a folder of text files", "demo", model, "--prompts", tmp_path / "none")
+    (tmp_path / ".hidden").write_text("")
+    (tmp_path / "3-three.txt").write_text("\n")
+    refused("must not be empty, but 3-three.txt is", "demo", model, "--prompts", tmp_path)
 
 
 def test_demo_says_where_a_text_differs(model, tmp_path, accept_a_wrong_node, monkeypatch):
@@ -475,6 +478,7 @@ def test_unusable_models_are_refused_in_one_line(tmp_path):
     refused("has no tokenizer files", "generate", folder, *ask)
     for command in ("verify", "doctor", "chat"):
         refused("a directory that exists", command, tmp_path / "none")
+    refused("a model must be a directory that exists.* too long", "doctor", "x" * 300)
 
 
 def test_nan_is_status_1_and_what_was_shown_stays(tmp_path):
@@ -537,6 +541,13 @@ def test_verify_finds_a_wrong_token(model, accept_a_wrong_node, dtype, status):
     assert run["gap"] > 0
 
 
+def test_doctor_survives_a_package_without_a_name(tmp_path, monkeypatch):
+    """An interrupted installation leaves a folder without metadata."""
+    (tmp_path / "broken-1.dist-info").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert sys.modules["lookahead.cli.doctor"].versions()["torch"]
+
+
 def test_doctor_describes_machine_and_model(model):
     code, out, _ = call("doctor", model, "--json")
     report = json.loads(out)
@@ -583,6 +594,20 @@ def test_chat_without_a_template_continues_the_text(llm, tmp_path):
     two = llm.generate(f"  x{one}\ny", max_new_tokens=6).text
     assert (code, out) == (0, f"{one}\n{two}\n")
     assert "no chat template" in err
+
+
+def test_chat_needs_text_in_utf8(model, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda shown: b"caf\xe9".decode())
+    code, _, err = call("chat", model)
+    assert code == 2
+    assert err.splitlines()[-1] == "error: the input must be UTF-8 text; convert it first"
+
+
+def test_results_that_cannot_be_written_are_said_before_the_work(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["lookahead.cli.bench"], "_load", None)
+    (tmp_path / "file").write_text("")
+    for words in (("bench",), ("bench", "step-cost")):
+        refused("--out, .*file, must be a writable folder", *words, model, "--out", tmp_path / "file")
 
 
 def test_chat_goes_on_after_a_prompt_that_is_too_long(model):

@@ -242,6 +242,9 @@ def test_an_architecture_that_only_transformers_knows(writer):
         with pytest.raises(SettingsError, match=match):
             check_file(file)
         file.metadata = metadata
+    # DeepSeek's keys are shorter than key_length.
+    file.metadata |= {"stablelm.attention.key_length": 500, "stablelm.attention.key_length_mla": 192}
+    check_file(file)
 
 
 @pytest.mark.parametrize(

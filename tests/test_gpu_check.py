@@ -124,6 +124,19 @@ def test_bad_arguments_are_one_line(check, monkeypatch, capsys, given, message):
     assert capsys.readouterr().err.startswith(message)
 
 
+def test_the_path_of_a_model_may_be_relative(check, monkeypatch, tmp_path):
+    """The parts run in the repository's folder."""
+    (tmp_path / "own").mkdir()
+    monkeypatch.chdir(tmp_path)
+    given = []
+    monkeypatch.setattr(check, "run_all", lambda parts, page, tiny, model, budget: given.append(model))
+    monkeypatch.setattr(
+        sys, "argv", ["gpu_check.py", "--tiny", "--model", "own", "--out", str(tmp_path / "page.md")]
+    )
+    check.main()
+    assert given == [str(tmp_path / "own")]
+
+
 def test_free_time_is_measured_on_the_same_steps(monkeypatch):
     """The median launch and the median rest of a step; a difference of medians would be 5 here."""
     checks = module("gpu_checks")

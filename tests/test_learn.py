@@ -118,11 +118,39 @@ def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatc
     refused("the tokens to learn from must be at least 1, got 0", "learn", chats, "--tokens", 0)
     (tmp_path / "file").write_text("")
     refused("must be a writable folder", "learn", chats, "--output", tmp_path / "file" / "table")
+    refused("--output must be a file, got the folder", "learn", chats, "--output", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     refused("must be a writable folder .*; set XDG_CACHE_HOME", "learn", chats)
     with pytest.raises(SettingsError, match="needs a limit in minutes or in tokens"):
         Goal()
     assert Goal(10.0, 1000).share(500, 100, 1.0) == pytest.approx(0.6)
+
+
+def test_text_of_another_model_of_the_same_sizes_is_refused(chats, tmp_path):
+    Writer(lookahead.load(chats), Learner(lookahead.load(chats)).folder, 4).write(
+        lambda tokens, seconds: tokens > 400
+    )
+    other = save(tmp_path / "other", chat=True, seed=7)
+    refused("must be this model's own, but its best tokens differ at", "learn", other)
+    assert Learner(lookahead.load(chats, weights="q8_0")).folder.tokens > 400
+
+
+def test_an_interrupt_during_a_save_stores_no_text_twice(chats, tmp_path, monkeypatch):
+    writing = self_text.np.savez_compressed
+    saves = []
+
+    def interrupted(*arguments, **arrays):
+        saves.append(1)
+        if len(saves) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        writing(*arguments, **arrays)
+
+    monkeypatch.setattr(self_text.np, "savez_compressed", interrupted)
+    monkeypatch.setattr(self_text, "PART_SECONDS", 0)
+    with pytest.raises(KeyboardInterrupt):
+        Writer(lookahead.load(chats), Folder(tmp_path), 4).write(lambda tokens, seconds: tokens > 2000)
+    found = [(text.number, text.kind) for text in Folder(tmp_path).read()]
+    assert len(found) == len(set(found)) > 0
 
 
 def test_without_room_for_the_table_the_text_is_kept(tmp_path):

@@ -173,6 +173,7 @@ def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatc
     refused("levels must be 1 to 8, got 9", "train-head", chats, "--levels", 9)
     (tmp_path / "file").write_text("")
     refused("must be a writable folder", *OPTIONS, chats, "--output", tmp_path / "file" / "head")
+    refused("--output must be a file, got the folder", *OPTIONS, chats, "--output", tmp_path)
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patched:
         patched.setattr(hidden_states.shutil, "disk_usage", lambda path: usage(1 << 30, 0, 255 << 20))

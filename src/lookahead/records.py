@@ -10,6 +10,7 @@ import json
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from math import isfinite
@@ -24,6 +25,24 @@ def cache_folder() -> Path:
     usual = {"win32": os.environ.get("LOCALAPPDATA", "~/AppData/Local"), "darwin": "~/Library/Caches"}
     base = os.environ.get("XDG_CACHE_HOME") or usual.get(sys.platform, "~/.cache")
     return Path(base).expanduser() / "lookahead-decoding"
+
+
+def check_writable(folder: Path, name: str, instead: str) -> None:
+    """Raise SettingsError unless files can be written to a folder, which is created; called before long work.
+
+    Args:
+        folder: the folder.
+        name: what the message calls it.
+        instead: what to do otherwise.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SettingsError(
+            f"{name} must be a writable folder ({error.strerror or error}); {instead}"
+        ) from None
 
 
 def finite(value: Any) -> Any:

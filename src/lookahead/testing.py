@@ -211,6 +211,8 @@ def assert_same_as_autoregressive(
     drafted = run(target, requests(drafter))
     for number, (ours, request) in enumerate(zip(drafted, requests(Plain()), strict=True)):
         (plain,) = run(target, [request])
+        if plain.error is not None:
+            raise AssertionError(f"plain decoding failed for prompt {number}: {plain.error}") from plain.error
         index = first_divergence(ours.tokens, plain.tokens)
         if index is not None:
             raise AssertionError(
@@ -220,5 +222,6 @@ def assert_same_as_autoregressive(
         if ours.finish_reason != plain.finish_reason:
             raise AssertionError(
                 f"{drafter} ended with {ours.finish_reason!r}, plain decoding with {plain.finish_reason!r}"
-            )
+                + (f": {ours.error}" if ours.error is not None else "")
+            ) from ours.error
     return drafted

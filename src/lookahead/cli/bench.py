@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from ..core import SettingsError
 from ..options import DRAFTERS, OF_LLAMA_CPP, LoadOptions, MachineOptions, Options
+from ..records import check_writable
 from .adapter import with_options
 from .command import Command
 from .console import note, progress_bar
@@ -86,10 +87,15 @@ def command_line(words: list[str] | None = None, program: str = "lookahead") -> 
     return " ".join(shown)
 
 
-def can_draw() -> bool:
-    """Whether plots can be drawn. If not, print a note before anything is measured."""
+def can_draw(out: Path) -> bool:
+    """Whether plots can be drawn. If not, print a note before anything is measured.
+
+    Raises:
+        SettingsError: the results cannot be written.
+    """
     from ..bench import plots
 
+    check_writable(out, f"--out, {out},", "give another folder")
     drawable = plots.can_draw()
     if not drawable:
         note(NO_PLOTS)
@@ -128,7 +134,7 @@ def measure(
     from ..bench import Records, RunOptions, default_methods, load_workload, make_methods, run, split_methods
     from ..bench.report import write_report
 
-    draw = can_draw()
+    draw = can_draw(out)
     seed, top_k = options.seed or 0, options.top_k or 0
     run_options = RunOptions(options.max_new_tokens, options.temperature, top_k, seed, repeats, warm)
     names = split_methods(method) if method else default_methods()
@@ -174,7 +180,7 @@ def step_cost(
     from ..bench import step_cost as cost
     from ..checkpoints import Checkpoint
 
-    draw = can_draw()
+    draw = can_draw(out)
     sizes = (numbers(contexts, "--contexts"), numbers(rows, "--rows"))
     records = []
     with progress() as show:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import Adaptive
-from ..core import LookaheadError
+from ..core import LookaheadError, SettingsError
 from ..engine.prompts import chat_prompt, has_chat_template
 from ..options import DraftOptions, LoadOptions, Options
 from .adapter import with_options
@@ -94,6 +94,8 @@ def _converse(llm: LLM, system: str | None, options: dict[str, Any]) -> None:
             line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
+        except UnicodeDecodeError:
+            raise SettingsError("the input must be UTF-8 text; convert it first") from None
         command = line.strip()
         if command in ("/exit", "/quit"):
             return

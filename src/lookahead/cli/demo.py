@@ -48,9 +48,13 @@ def demo(
 ) -> None:
     """Show the speed-up: completions with one colour per step, and speeds alongside plain decoding."""
     folder = prompts or PROMPTS
-    files = sorted(path for path in folder.glob("*") if path.is_file())
+    files = sorted(path for path in folder.glob("[!.]*") if path.is_file())
     if not files:
         raise SettingsError(f"--prompts must be a folder of text files, got {folder}")
+    texts = {path.stem: read_text(path, "--prompts") for path in files}
+    empty = [path.name for path in files if not texts[path.stem].strip()]
+    if empty:
+        raise SettingsError(f"the text files of --prompts must not be empty, but {empty[0]} is")
     note("loading the model")
     start = perf_counter()
     llm = load_model(load)
@@ -58,9 +62,8 @@ def demo(
         llm.generate(list(range(5, 37)), max_new_tokens=16, ignore_eos=True, drafter=drafter)
     note(f"{llm.name} in {llm.dtype}: ready after {perf_counter() - start:.1f} s")
     rows, equal = [], []
-    for path in files:
-        text = read_text(path, "--prompts")
-        typer.echo(typer.style(f"\n{path.stem}: {shorten(text.splitlines()[0], 78)}", bold=True))
+    for name, text in texts.items():
+        typer.echo(typer.style(f"\n{name}: {shorten(text.strip().splitlines()[0], 78)}", bold=True))
         ids = llm.encode(chat_prompt([{"role": "user", "content": text}], llm.tokenizer))
         run = partial(llm.run, [ids], max_new_tokens=max_new_tokens)
         color = sys.stdout.isatty()
@@ -68,7 +71,7 @@ def demo(
         with open(os.devnull, "w") as nowhere:  # so that plain decoding also has the overhead of streaming
             plain = print_text(run(drafter=Plain()), color, nowhere)
         equal.append(ours.tokens == plain.tokens)
-        rows.append((path.stem, ours, plain))
+        rows.append((name, ours, plain))
     _print_table(llm, rows, equal)
     program = "lookahead" if which("lookahead") else f"{os.path.relpath(sys.executable)} -m lookahead"
     note(

@@ -112,7 +112,12 @@ def _process_seconds() -> float | None:
 
 def versions() -> dict[str, str | None]:
     """Installed versions; None for a package that is not installed."""
-    there = {package.name.lower().replace("_", "-"): package.version for package in metadata.distributions()}
+    # An interrupted installation leaves a package without a name.
+    there = {
+        package.name.lower().replace("_", "-"): package.version
+        for package in metadata.distributions()
+        if package.name
+    }
     own = {"lookahead": __version__, "python": platform.python_version()}
     return own | {name: there.get(name) for name in PACKAGES}
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -38,10 +37,11 @@ from ..core.verify import as_choose
 from ..drafters import Plain
 from ..engine.prompts import has_chat_template
 from ..options import Options
+from ..records import check_writable
 from .openings import beginning, opening
 
 if TYPE_CHECKING:
-    from ..core import Engine
+    from ..core import Engine, Target
     from ..llm import LLM
 
 #: An answer to a request from ``openings``, a request written by the model, the model's answer to such a request.
@@ -59,6 +59,9 @@ TEMPERATURE = 0.8
 PART_SECONDS = 30.0
 #: A text ends once its last tokens repeat ``REPEATS`` times, with a period of at most ``PERIOD``.
 PERIOD, REPEATS = 32, 4
+#: Number of positions at which a model is compared with the text of earlier runs, and the least share of equal best
+#: tokens. Quantization changes a few per cent of them, another model of the same sizes most.
+COMPARED, SAME_MODEL = 64, 0.7
 #: Placeholder for the user's turn in a chat template.
 _MARK = "\u2062turn\u2062"
 
@@ -153,15 +156,7 @@ class Folder:
 
     def check_writable(self) -> None:
         """Raise SettingsError unless the folder can be written, to be called before hours of work."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path):
-                pass
-        except OSError as error:
-            raise SettingsError(
-                f"{self.path} must be a writable folder ({error.strerror or error}); set XDG_CACHE_HOME or give "
-                "another path"
-            ) from None
+        check_writable(self.path, str(self.path), "set XDG_CACHE_HOME or give another path")
 
     def parts(self) -> list[Path]:
         """The files, in the order of their creation."""
@@ -173,7 +168,7 @@ class Folder:
             yield from read_part(file)
 
     def save(self, texts: list[Text]) -> None:
-        """Add a part.
+        """Add a part, and empty the list.
 
         Raises:
             SettingsError: the folder cannot be written, or the disk is full. Earlier parts are complete.
@@ -197,13 +192,48 @@ class Folder:
                     os.replace(temporary, file)
                 finally:
                     temporary.unlink(missing_ok=True)
+                self.next_number = max(self.next_number, *(text.number + 1 for text in texts))
+                self.tokens += sum(len(text.completion) for text in texts)
+                texts.clear()  # an interrupt after this block must not save them again
         except OSError as error:
             raise SettingsError(
                 f"{self.path} must be a writable folder with free disk space ({error.strerror or error}); "
                 f"the {self.tokens} tokens saved before are complete"
             ) from None
-        self.next_number = max(self.next_number, *(text.number + 1 for text in texts))
-        self.tokens += sum(len(text.completion) for text in texts)
+
+
+def check_output(file: Path) -> None:
+    """Raise SettingsError unless the file can be written, to be called before hours of work."""
+    if file.is_dir():
+        raise SettingsError(f"--output must be a file, got the folder {file}")
+    Folder(file.absolute().parent, scan=False).check_writable()
+
+
+def check_same_model(target: Target, folder: Folder) -> None:
+    """Compare the saved best tokens of earlier runs with those of this model.
+
+    Raises:
+        SettingsError: the texts were written by another model of the same sizes.
+    """
+    texts = (text for text in folder.read() if len(text.completion) >= COMPARED // 2)
+    text = next(texts, None)
+    if text is None:
+        return
+    count = min(COMPARED, len(text.completion))
+    equal = 0
+    (scores,) = target.prefill([(0, text.prompt)])
+    try:
+        for position in range(count):
+            equal += scores.best(0) == int(text.ids[position, 0])
+            (scores,) = target.forward([(0, TokenTree(text.completion[position]))])
+            target.commit([(0, [0])])
+    finally:
+        target.release(0)
+    if equal < SAME_MODEL * count:
+        raise SettingsError(
+            f"the text in {folder.path} must be this model's own, but its best tokens differ at {count - equal} of "
+            f"{count} positions: another model of the same sizes wrote it; move the folder away or set XDG_CACHE_HOME"
+        )
 
 
 @contextmanager
@@ -344,7 +374,6 @@ class Writer:
                 if monotonic() - saved > PART_SECONDS:
                     self.folder.save(ended)
                     saved = monotonic()
-                    ended = []
                 progress(tokens, monotonic() - begin)
         finally:
             for sequence in engine.sequences:

@@ -15,7 +15,7 @@ from ..core import SettingsError
 from ..drafters.adaptive.base_files import learned_file, table_name
 from ..drafters.adaptive.sources.base_table import BaseTable, open_table, save_table
 from ..records import cache_folder
-from .self_text import Folder, Writer
+from .self_text import Folder, Writer, check_output, check_same_model
 from .table import build
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ class Learner:
         self.output = output if output is not None else learned_file(config)
         self.folder = Folder(cache_folder() / "self-text" / self._name)
         self.folder.check_writable()
-        Folder(self.output.absolute().parent, scan=False).check_writable()
+        check_output(self.output)
+        check_same_model(llm.target(), self.folder)
         self._writer = Writer(llm, self.folder)
 
     def write(self, goal: Goal, progress: Callable[[float, int, float], None]) -> int:

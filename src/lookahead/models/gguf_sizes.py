@@ -220,11 +220,16 @@ def check_counts(file: GGUFFile) -> None:
 
 
 def _check_heads(file: GGUFFile, architecture: str, hidden: int) -> None:
-    """Check the numbers of heads against the rows of the projections, unless heads differ between layers."""
+    """Check the numbers of heads against the rows of the projections.
+
+    Not if heads differ between layers (``key_length_swa``), nor for multi-head latent attention (DeepSeek), whose
+    keys are shorter than ``key_length`` (``key_length_mla``).
+    """
     prefix = f"{architecture}.attention."
     heads = file.metadata.get(f"{prefix}head_count")
     size = file.metadata.get(f"{prefix}key_length")
-    if f"{prefix}key_length_swa" in file.metadata or not isinstance(heads, int) or heads < 1:
+    other = any(f"{prefix}key_length_{kind}" in file.metadata for kind in ("swa", "mla"))
+    if other or not isinstance(heads, int) or heads < 1:
         return
     size = hidden // heads if size is None else size
     for part, key in (("attn_q", "head_count"), ("attn_k", "head_count_kv")):
