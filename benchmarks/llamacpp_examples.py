@@ -43,15 +43,30 @@ OURS = ("plain", "adaptive", "prompt_lookup", "15,5,15")
 #: What we measure on our own CPU path.
 OWN_PATH = ("plain", "adaptive")
 BENCH = "llama-bench, plain"
-#: Values of llama-server's ``--spec-type`` without a draft model.
-MODES = ("none", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
+#: Values of llama-server's ``--spec-type`` without a draft model, with further options. The defaults look up 12 or 24
+#: tokens and draft about 48, for long repeated passages; the others look up and draft few, as ours do.
+MODES: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "ngram-simple": (),
+    "ngram-simple 3,8": ("--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8"),
+    "ngram-map-k": (),
+    "ngram-map-k 3,8": ("--spec-ngram-map-k-size-n", "3", "--spec-ngram-map-k-size-m", "8"),
+    "ngram-map-k4v": (),
+    "ngram-mod": (),
+    "ngram-mod 6,2,8": (
+        *("--spec-ngram-mod-n-match", "6", "--spec-ngram-mod-n-min", "2"),
+        *("--spec-ngram-mod-n-max", "8"),
+    ),
+    "ngram-cache": (),
+}
 ABOUT = (
     "Greedy; the same file, prompts and threads for each. S is tokens per pass after the prompt, tokens/s leave the "
     "prompt out: the median over the repeats, with their range. In each repeat, all methods decode each prompt. "
     "ours: on the llama.cpp engine; ours, CPU path: this library's own kernels. llama-bench decodes random tokens "
     "after as many as each prompt has. (15,5,15) is the triple that is compiled into llama-lookahead. llama-lookup "
-    "drafts its default of three tokens, ours ten; the server's modes have their defaults. llama-lookup and "
-    "llama-lookahead print no token ids, so their texts cannot be compared."
+    "drafts its default of three tokens, ours ten. The server's modes have their defaults, which look up 12 or 24 "
+    "tokens and draft about 48, or the numbers shown: tokens looked up and drafted (ngram-mod: looked up, least and "
+    "most drafted). llama-lookup and llama-lookahead print no token ids, so their texts cannot be compared."
 )
 #: (tokens, passes, seconds), of one prompt or of all.
 Cost = tuple[int, int, float]
@@ -139,9 +154,9 @@ def program_if_there(folder: Path, name: str) -> str | None:
 def served(
     arguments: argparse.Namespace, path: str, mode: str, prompts: Sequence[list[int]]
 ) -> list[dict[str, Any]]:
-    """llama-server's answers to the prompts with a ``--spec-type``, after one uncounted request."""
+    """llama-server's answers to the prompts in one of ``MODES``, after one uncounted request."""
     command = [path, "-m", str(arguments.model), "-t", str(arguments.threads), "-c", "4096", "-np", "1"]
-    command += ["--spec-type", mode]
+    command += ["--spec-type", mode.partition(" ")[0], *MODES[mode]]
     body = {"temperature": 0, "n_predict": arguments.tokens, "cache_prompt": False, "return_tokens": True}
     with running(command, "/health") as address, httpx.Client(base_url=address, timeout=600) as client:
         answers = [

@@ -129,8 +129,10 @@ CHINESE = {
     r"Of (\d+) sequences, (\d+) took over 1.02 times as long as plain decoding with the default, (\d+) over "
     r"1.1 times, the worst ([\d.]+)\.": r"\1 个序列中，默认方法有 \2 个用时超过普通解码的 1.02 倍，"
     r"\3 个超过 1.1 倍，最慢 \4。",
-    r" In plain decoding's second run it was (\d+), (\d+) and ([\d.]+)\.": r"普通解码第二次运行为"
-    r" \1、\2 和 \3。",
+    r" For comparison, a second run of plain decoding took over 1\.02 times as long as the first in (\d+) sequences, "
+    r"over 1\.1 times in (\d+), at worst ([\d.]+)\.": (
+        r"作为对照，普通解码的第二次运行中，用时超过第一次 1.02 倍的有 \1 个，超过 1.1 倍的有 \2 个，最慢 \3。"
+    ),
     r"llama\.cpp's own programs, built natively, are faster than its Python package in the table: at most (\d+) "
     r"tokens/s in plain decoding and (\d+) with drafts \((.*?)\) on three data sets": (
         r"llama.cpp 自带的程序（本机编译）比表中它的 Python 包快：在三个数据集上，普通解码最高每秒 \1 个 token，"
@@ -153,9 +155,10 @@ CHINESE = {
         r"**内存**：使用默认模型的文件时常驻 \1"
     ),
     r", against (.*?) for llama\.cpp\.": r"，llama.cpp 为 \1。",
-    r"\*\*First use\*\*: (.*?) once per machine, to compile the kernels and measure the cost of steps; "
+    r"\*\*First use\*\*: (.*?) once per machine and version, to compile the kernels and measure the cost of steps of "
+    r"the model; "
     r"llama\.cpp is compiled when it is built\.": (
-        r"**首次使用**：每台机器一次，\1，用来编译算子并测量单步耗时；llama.cpp 在构建时就已编译。"
+        r"**首次使用**：每台机器和每个版本一次，\1，用来编译算子并测量该模型的单步耗时；llama.cpp 在构建时就已编译。"
     ),
     r"Medians with their range, both with the default model's file": "中位数与范围，两者都使用默认模型的文件",
 }
@@ -331,7 +334,7 @@ def steps(given: Sources) -> list[Step]:
     if model is not None and given.llamacpp_bin is not None:  # in the format that llama.cpp is fastest in
         file = _converted(model, "Q4_0")
         words = [file, "--against", f"llamacpp:{file}", "--bin", given.llamacpp_bin]
-    words += ["--clients", "1,4,16", "--repeats", 2, "--out", "docs/results"]
+    words += ["--clients", "1,4,16", "--repeats", 6, "--out", "docs/results"]
     plan("serve", 7 if "--bin" in words else 3, "serve", *words)
     plan("rows", 1.75 * given.fewest, "rows", *data, "--prompts", given.fewest)
     # Packed weights: how close they are, and what a step costs.
@@ -517,8 +520,8 @@ def slower(facts: dict[str, Any]) -> str:
     )
     if plain["worst"] is not None:
         text += (
-            f" In plain decoding's second run it was {plain['slower']}, {plain['much_slower']} and "
-            f"{plain['worst']:.2f}."
+            f" For comparison, a second run of plain decoding took over 1.02 times as long as the first in "
+            f"{plain['slower']} sequences, over 1.1 times in {plain['much_slower']}, at worst {plain['worst']:.2f}."
         )
     return text
 
@@ -563,8 +566,8 @@ def behind(found: dict[str, Any]) -> str:
     return (
         f"- **Start**: {ours['start']} from the command to the end of a completion of one token{against('start')}.\n"
         f"- **Memory**: {ours['memory']} of resident memory with the default model's file{against('memory')}.\n"
-        f"- **First use**: {ours['first use']} once per machine, to compile the kernels and measure the cost of "
-        "steps; llama.cpp is compiled when it is built.\n"
+        f"- **First use**: {ours['first use']} once per machine and version, to compile the kernels and measure the "
+        "cost of steps of the model; llama.cpp is compiled when it is built.\n"
         "- Medians with their range, both with the default model's file ([the page](docs/results/startup.md))."
     )
 
@@ -585,11 +588,9 @@ def readme(text: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
         size = f"Prompts of each set: {prompts[1]}. " if prompts else ""
         blocks["speeds"] = f"{size}{where}\n\n{speeds(facts)}\n\n{slower(facts)}"
         page = RESULTS / "llamacpp-examples.json"
-        theirs = {line["method"] for line in facts["figures"] if line["method"].startswith(LLAMA_SERVER)}
-        if page.is_file() and not any(method.count(":") == 2 for method in theirs):
-            blocks["speeds"] += " " + own_programs(
-                json.loads(page.read_text())["figures"], native=bool(theirs)
-            )
+        native = any(line["method"].startswith(LLAMA_SERVER) for line in facts["figures"])
+        if page.is_file():
+            blocks["speeds"] += " " + own_programs(json.loads(page.read_text())["figures"], native=native)
     page = RESULTS / "startup.json"
     if page.is_file():
         blocks["behind"] = behind(json.loads(page.read_text())["figures"])
