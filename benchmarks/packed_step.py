@@ -70,7 +70,7 @@ ABOUT = (
     "A start is a command from the shell to its end with eight tokens; that of llama.cpp is a Python process. "
     "llama.cpp evaluates the same trees as ours, through this library's engine for it, so t(1) includes some Python "
     "that its own programs do not have. It repacks Q4_0 while loading, and is fastest there. The floor of a step is "
-    "the bytes of the weights over the measured read bandwidth."
+    "the bytes of the weights over the read bandwidth, the median of a measurement after each number of rows."
 )
 
 
@@ -187,7 +187,6 @@ def measure(kind: str, file: Path, rounds: int, starts: int) -> dict[str, Any]:
     line["weights"] = ours.dtype
     targets = {OURS: ours.target(), THEIRS: theirs.target()}
     vocabulary = ours.vocabulary
-    line["floor"] = line["file_mb"] * 1e6 / read_bandwidth(int(line["file_mb"] * 1e6), torch.float32) * 1e3
     text = [(101 * i + 7) % min(vocabulary, 49152) for i in range(PROMPT)]
 
     def prompt(target: Any) -> None:
@@ -199,13 +198,20 @@ def measure(kind: str, file: Path, rounds: int, starts: int) -> dict[str, Any]:
         target.prefill([(slot, text[slot : slot + CONTEXT]) for slot in range(SEQUENCES)])
     singles = [(slot, TokenTree(1)) for slot in range(SEQUENCES)]
     line["batch"] = timed({name: partial(step, target, singles) for name, target in targets.items()}, rounds)
+    for target in targets.values():  # other sequences in its memory make llama.cpp's attention slower
+        for slot in range(1, SEQUENCES):
+            target.release(slot)
     line["t"] = {}
+    size = int(line["file_mb"] * 1e6)
+    bandwidths = list[float]()  # on a shared machine, a single measurement may be off by half
     for rows in ROWS:
         steps = {
             name: partial(step, target, [(0, sample_tree(rows, vocabulary))])
             for name, target in targets.items()
         }
         line["t"][rows] = timed(steps, rounds)
+        bandwidths.append(read_bandwidth(size, torch.float32))
+    line["floor"] = size / statistics.median(bandwidths) * 1e3
     return line
 
 
