@@ -113,6 +113,26 @@ def rows_of(text):
     return {name.strip(" |"): [cell.strip(" |") for cell in cells] for name, *cells in lines}
 
 
+def test_the_table_of_the_compiled_path_is_copied_right():
+    figures = json.loads((RESULTS / "packed-step.json").read_text())["figures"]
+    files = {
+        line["weights"].split()[0] if line["type"] != "Q4_K_M" else "Q4_K_M": line for line in figures[:3]
+    }
+    table = rows_of((RESULTS.parent / "cpu.md").read_text())
+    numbers = {"one": "1", "four": "4", "16": "16"}
+    copied = 0
+    for name, cells in table.items():
+        what, _, kind = name.rpartition(", ")
+        if kind not in files:
+            continue
+        prompt = what.startswith("a prompt")
+        times = files[kind]["prompt" if prompt else "t"]
+        times = times if prompt else times[numbers[what.split()[0]]]
+        assert cells[:2] == [f"{times[by]:.{0 if prompt else 1}f}" for by in ("ours", "llama.cpp")], name
+        copied += 1
+    assert copied == 6
+
+
 ENGINES = rows_of((RESULTS.parent / "engines.md").read_text())
 
 
