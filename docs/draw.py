@@ -372,7 +372,8 @@ def draw_speeds(chinese: bool = False) -> str:
     speeds: dict[str, float] = {}
     for method, each in seconds.items():
         head, *rest = method.split(":")
-        name = method if method in METHODS else head + (":drafts" if len(rest) == 2 else "")
+        drafts = head == "llamacpp-server" and len(rest) == 2
+        name = method if method in METHODS else head + (":drafts" if drafts else "")
         if name in METHODS and len(each) == sets:
             speeds[name] = max(speeds.get(name, 0.0), sets / sum(each))
     title = f"每秒 token 数（{sets} 个数据集）" if chinese else f"Tokens per second over {sets} data sets"
