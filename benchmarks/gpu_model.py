@@ -155,7 +155,7 @@ class Method:
 
 
 #: The seconds that the drafter takes on the host for (15,5,15) and for 64 rows of adaptive: two cores of an Intel
-#: Xeon with AMX, commit 113b7a7.
+#: Xeon with AMX, commit 113b7a7, when adaptive had no base table.
 LOOKAHEAD_HOST = 194.0e-6
 ADAPTIVE_HOST = 321.3e-6
 #: S and mean rows per step of SmolLM2 in bf16 on code, greedy (`python -m benchmarks.adaptive_s --prompts 5`), commit

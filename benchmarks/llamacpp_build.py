@@ -8,9 +8,7 @@ from functools import cache
 from pathlib import Path
 
 #: Build options in CMake's cache that change the speed on a CPU.
-OPTIONS = (
-    r"^(CMAKE_BUILD_TYPE|CMAKE_C_FLAGS|GGML_NATIVE|GGML_OPENMP|GGML_LTO|GGML_BLAS|GGML_CPU_REPACK):\w+=(.*)$"
-)
+OPTIONS = r"^(CMAKE_(?:BUILD_TYPE|C_FLAGS|CXX_FLAGS)|GGML_(?:NATIVE|OPENMP|LTO|BLAS|CPU_REPACK)):\w+=(.*)$"
 
 
 @cache

@@ -42,6 +42,8 @@ from .serve import running
 OURS = ("plain", "adaptive", "prompt_lookup", "15,5,15")
 #: What we measure on our own CPU path.
 OWN_PATH = ("plain", "adaptive")
+#: Engine -> its methods.
+METHODS = {"ours": OURS, "ours, CPU path": OWN_PATH}
 BENCH = "llama-bench, plain"
 #: Values of llama-server's ``--spec-type`` without a draft model, with further options. The defaults look up 12 or 24
 #: tokens and draft about 48, for long repeated passages; the others look up and draft few, as ours do.
@@ -66,7 +68,8 @@ ABOUT = (
     "after as many as each prompt has. (15,5,15) is the triple that is compiled into llama-lookahead. llama-lookup "
     "drafts its default of three tokens, ours ten. The server's modes have their defaults, which look up 12 or 24 "
     "tokens and draft about 48, or the numbers shown: tokens looked up and drafted (ngram-mod: looked up, least and "
-    "most drafted). llama-lookup and llama-lookahead print no token ids, so their texts cannot be compared."
+    "most drafted); each has one server per repeat, so ngram-mod, which remembers, may use the earlier prompts "
+    "of the set. llama-lookup and llama-lookahead print no token ids, so their texts cannot be compared."
 )
 #: (tokens, passes, seconds), of one prompt or of all.
 Cost = tuple[int, int, float]
@@ -183,8 +186,7 @@ def measure(
     """
     theirs = examples(arguments)
     server = program_if_there(arguments.bin, "server")
-    drafters = {f"{name}, {drafter}": (llm, drafter) for name, llm in engines.items() for drafter in OURS}
-    drafters = {name: pair for name, pair in drafters.items() if "CPU" not in name or pair[1] in OWN_PATH}
+    drafters = {f"{name}, {each}": (llm, each) for name, llm in engines.items() for each in METHODS[name]}
     for llm, drafter in drafters.values():  # one-time work should not count for a prompt
         llm.generate(prompts[0], max_new_tokens=4, drafter=drafter)
     plain: dict[tuple[str, int], list[int]] = {}

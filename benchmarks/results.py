@@ -62,7 +62,7 @@ STUDY_OPTIONS = dict.fromkeys(("attention", "end-to-end", "scaling-law", "parall
 FEW = ("humaneval", "gsm8k", "mt-bench")
 #: How often each prompt is decoded on the pages of packed weights.
 REPEATS = 3
-#: Drafts of llama.cpp's server on these pages, the fastest of the page llamacpp-examples.
+#: Drafts of llama.cpp's server on these pages, with default settings; the page llamacpp-examples has faster ones.
 MODES = ("ngram-mod",)
 #: The page that chooses the settings of OpenVINO's prompt lookup, which are tokens drafted and the longest n-gram.
 OPENVINO_PAGE = "bench-openvino"
@@ -93,8 +93,16 @@ USED_BY = {
         (
             f"src/lookahead/cli/{name}"
             for name in (
-                *("chat.py", "demo.py", "demo_prompts/*", "doctor.py", "learn.py", "show.py", "trace.html"),
-                *("train_head.py", "tune.py", "verify_exact.py"),
+                "chat.py",
+                "demo.py",
+                "demo_prompts/*",
+                "doctor.py",
+                "learn.py",
+                "show.py",
+                "trace.html",
+                "train_head.py",
+                "tune.py",
+                "verify_exact.py",
             )
         ),
         _STARTS,
@@ -499,15 +507,14 @@ def speeds(facts: dict[str, Any]) -> str:
         name = NAMES.get(method, ", ".join([NAMES.get(head, head), *details]))
         own = {line["workload"]: line["all"] for line in lines if line["method"] == method}
         equal, compared = (sum(own[w][key] for w in sets) for key in ("equal", "compared"))
-        s = [own[w]["s_steps"] for w in sets if own[w]["s_steps"] is not None]
         rates = ["–" if own[w]["rate"] is None else f"{own[w]['rate']:.0f}" for w in sets]
         total = facts["overall"][method]
         times = "–" if total["total"] is None else f"{total['total']:.2f}"
         if total["low"] is not None and method != "plain":
             times += f" ({total['low']:.2f}–{total['high']:.2f})"
         failed = next((line["failed"] for line in lines if line["method"] == method and "failed" in line), "")
-        mean = f"{sum(s) / len(s):.2f}" if s else "–"
-        rows.append([name, *rates, times, mean, f"{equal} of {compared}" if compared else failed or "–"])
+        s = "–" if total["s_steps"] is None else f"{total['s_steps']:.2f}"
+        rows.append([name, *rates, times, s, f"{equal} of {compared}" if compared else failed or "–"])
     return markdown_table(["tokens/s", *sets, "times plain (95 %)", "S", "equal"], rows)
 
 

@@ -175,6 +175,16 @@ def accept_a_wrong_node(monkeypatch):
 
 
 @pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """The wheel that users install."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(command, cwd=Path(__file__).parent.parent, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
 def openai():
     """The client library, imported only where used because the import takes a second per process."""
     return importlib.import_module("openai")

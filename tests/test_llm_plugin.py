@@ -171,12 +171,9 @@ def test_a_conversation_that_holds_more_than_text_is_refused():
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
+def installed(wheel, tmp_path_factory):
     """A folder with the metadata of our wheel, so that results do not depend on what is installed."""
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
+    folder = tmp_path_factory.mktemp("metadata")
     archive = zipfile.ZipFile(wheel)
     archive.extractall(folder, [name for name in archive.namelist() if ".dist-info/" in name])
     return folder

@@ -51,7 +51,7 @@ def of_serve(facts):
         first = 1000 * line["first_token_p50"]
         yield (
             f"| {line['clients']} | {line['method']} | {first:.0f} | {1000 * line['per_token_p50']:.1f} | "
-            + (f"{line['tokens_per_second']:.1f} |")
+            f"{line['tokens_per_second']:.1f} |"
         )
 
 
