@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lookahead.bench.record import describe, was_busy
-from lookahead.bench.report import spelled_out
 from lookahead.cli.bench import command_line
+
+#: Letters of measured pages, and what they stand for.
+LETTERS = {
+    "S": "tokens per step, the bonus token included",
+    "W": "columns of the window",
+    "N": "tokens of an n-gram",
+    "G": "candidates of a step",
+    "T": "temperature",
+    "V": "size of the vocabulary",
+}
+#: Code, in blocks and in sentences, and the addresses of links.
+NO_PROSE = re.compile(r"^(`{3,}).*?^\1|`[^`\n]+`|(?<=\])\([^)\s]*\)", re.S | re.M)
+
+
+def spelled_out(page: str) -> str:
+    """A Markdown page with a line below its title that spells out its letters.
+
+    A letter whose first use is its own definition ("S: ...", "S is ...") needs no line.
+    """
+    prose = NO_PROSE.sub("", page)
+    found = []
+    for letter, words in LETTERS.items():
+        first = re.search(rf"(?<![\w.'/-]){letter}(?![\w'.-]|/s)", prose)
+        if first is not None and not re.match(r": | is [a-z]", prose[first.end() :]):
+            found.append(f"{letter}: {words}")
+    title, _, rest = page.partition("\n")
+    return f"{title}\n\n{'; '.join(found)}.\n{rest}" if found else page
 
 
 def write_page(

@@ -275,8 +275,10 @@ def test_sizes_without_memory_are_left_out(toy):
     assert {number for points in curve.rows.values() for number in points} == {1, 2, 3, 4, 6, 8, 12}
     assert set(curve.sequences) == {4, 16}
     assert target.committed == {}
-    none = measure._load_or_measure(Small(512, max_rows=0), "b", pytest.fail, False)
-    assert none.cost(64) == CostCurve.unmeasured(False).cost(64)
+    for rows in (0, 1):
+        none = measure._load_or_measure(Small(512, max_rows=rows), f"b{rows}", pytest.fail, False)
+        assert none.cost(64) == CostCurve.unmeasured(False).cost(64)
+        assert load_curve(f"b{rows}") is None
 
 
 class ClockedTarget(FakeTarget):

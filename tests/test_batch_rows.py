@@ -374,6 +374,23 @@ def test_a_sequence_that_ends_without_memory_changes_no_other(monkeypatch, famil
     assert short.tokens == alone.tokens
 
 
+def test_a_copy_that_does_not_fit_ends_one_sequence(monkeypatch):
+    """Copies of the states of several sequences are made before each step."""
+    honest = transformers_target.repeated
+
+    def full(cache, rows):
+        if cache.get_seq_length() == 24:
+            raise MemoryError
+        return honest(cache, rows)
+
+    monkeypatch.setattr(transformers_target, "repeated", full)
+    requests = [Request([11, 12] * 5, Plain(), 12), Request([5, 6, 7, 8] * 5, Plain(), 12)]
+    short, long = run(make_target(model_of("lfm2"), path="plain"), requests)
+    assert isinstance(long.error, OutOfMemory)
+    (alone,) = run(make_target(model_of("lfm2"), path="plain"), [requests[0]])
+    assert short.tokens == alone.tokens
+
+
 def test_positions_that_change_with_the_length_go_one_row_a_step():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     found = probe(build("lfm2", rope_parameters=rope))

@@ -197,8 +197,8 @@ def test_demo_streams_texts_and_prints_a_table(model, llm, tmp_path):
     assert "ready after" in err
     refused("--prompts must be a folder of text files", "demo", model, "--prompts", tmp_path / "none")
     (tmp_path / ".hidden").write_text("")
-    (tmp_path / "3-three.txt").write_text("\n")
-    refused("must not be empty, but 3-three.txt is", "demo", model, "--prompts", tmp_path)
+    (tmp_path / "2-two.md").write_text("\n")
+    refused("must not be empty, but 2-two.md is", "demo", model, "--prompts", tmp_path)
 
 
 def test_demo_says_where_a_text_differs(model, tmp_path, accept_a_wrong_node, monkeypatch):
@@ -479,6 +479,7 @@ def test_unusable_models_are_refused_in_one_line(tmp_path):
     for command in ("verify", "doctor", "chat"):
         refused("a directory that exists", command, tmp_path / "none")
     refused("a model must be a directory that exists.* too long", "doctor", "x" * 300)
+    refused("a model must be a directory that exists", "doctor", "a\0b")
 
 
 def test_nan_is_status_1_and_what_was_shown_stays(tmp_path):

@@ -14,7 +14,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from lookahead.bench.report import NO_PROSE, spelled_out
+from benchmarks.page import NO_PROSE, spelled_out
 from lookahead.cli import app
 from lookahead.cli.bench import MEASURE
 from lookahead.drafters import as_drafter

@@ -424,6 +424,7 @@ def test_invalid_prompts_are_refused(llm, prompt, match):
         ({"bad_words": "foo"}, "bad_words must be a list of strings or of lists of token ids, got 'foo'"),
         ({"bad_words": [40]}, "bad_words must be a list"),
         ({"bad_words": [[-1]]}, "bad_words must be a list"),
+        ({"bad_words": [[]]}, "bad_words must be a list"),
         ({"seeds": 7}, "seeds must be a list of whole numbers, got 7"),
         ({"temperature": 1, "seeds": [None]}, "seeds must be a list"),
         ({"ignore_eos": "yes"}, "ignore_eos"),

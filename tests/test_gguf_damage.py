@@ -245,6 +245,9 @@ def test_an_architecture_that_only_transformers_knows(writer):
     # DeepSeek's keys are shorter than key_length.
     file.metadata |= {"stablelm.attention.key_length": 500, "stablelm.attention.key_length_mla": 192}
     check_file(file)
+    del file.metadata["stablelm.attention.key_length_mla"]
+    file.metadata["stablelm.attention.key_length"] = np.array([128, 64])  # of each layer
+    check_file(file)
 
 
 @pytest.mark.parametrize(

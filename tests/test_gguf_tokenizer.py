@@ -225,6 +225,8 @@ def test_the_end_of_a_turn_ends_a_completion():
     ]  # <|im_end|> is an ordinary token here, and <|end|> not in the template
     assert end_tokens(metadata | {"tokenizer.ggml.eos_token_ids": np.array([1, 4])}) == [1, 3, 4]
     assert end_tokens(metadata | {"tokenizer.chat_template": None}) == [1]
+    assert end_tokens(metadata | {"tokenizer.ggml.eot_token_id": 0xFFFFFFFF}) == [1, 3]
+    assert end_tokens(metadata | {"tokenizer.ggml.token_type": 3}) == [1]
     harmony = metadata | {"tokenizer.chat_template": "<|end|><|return|>"}
     assert end_tokens(harmony) == [1, 4]
     assert end_tokens(harmony | {"tokenizer.ggml.tokens": [*tokens, "<|return|>"]}) == [1]

@@ -672,6 +672,13 @@ def test_strict_tools_need_a_call_that_must_be_made(served):
     assert called["choices"][0]["message"]["tool_calls"]
 
 
+def test_a_template_that_rejects_a_chat_names_the_field(llm, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ raise_exception('no pets') }}")
+    with serving(llm) as served:
+        error = chat(served, status=400)["error"]
+    assert (error["param"], "no pets" in error["message"]) == ("messages", True)
+
+
 def test_time_limits_and_the_end(llm):
     with serving(llm, request_timeout=0.05, max_model_len=1024) as served:
         no_end = {str(token): -100 for token in llm.eos}  # else the completion may end in time

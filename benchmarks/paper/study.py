@@ -11,12 +11,13 @@ from typing import Any, Protocol
 
 from lookahead.bench.methods import PLAIN, Method, ModelUnderTest, RunOptions
 from lookahead.bench.record import Record, Records, describe, was_busy
-from lookahead.bench.report import figures, spelled_out, summarise, unequal_text
+from lookahead.bench.report import figures, summarise, unequal_text
 from lookahead.bench.run import Progress, run
 from lookahead.bench.workloads import Prompt
 from lookahead.records import finite
 
 from ..datasets import find_file, load_workload
+from ..page import spelled_out
 from ..peers import make_methods
 from .committed import Head
 

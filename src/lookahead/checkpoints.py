@@ -296,8 +296,8 @@ def _locate(path_or_id: str | os.PathLike[str]) -> Path | None:
     path = Path(text).expanduser()
     try:
         path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass  # it may be a hub id
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        pass  # it may be a hub id, and if it has a NUL, nothing
     except OSError as error:
         raise SettingsError(
             f"a model must be a directory that exists, a .gguf file or a hub id, got {text!r:.80} "

@@ -152,9 +152,9 @@ def _sequence(value: Any) -> bool:
 
 def _word(value: Any) -> bool:
     """A string, or a list of token ids."""
-    return isinstance(value, str) or (
-        _sequence(value) and all(_whole(token) and token >= 0 for token in value)
-    )
+    if isinstance(value, str):
+        return True
+    return _sequence(value) and len(value) > 0 and all(_whole(token) and token >= 0 for token in value)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -232,34 +232,6 @@ def between(low: float, high: float, digits: int = 2) -> str:
     return "–" if math.isnan(low) or math.isnan(high) else f"{low:.{digits}f}–{high:.{digits}f}"
 
 
-#: Letters of measured pages, and what they stand for.
-LETTERS = {
-    "S": "tokens per step, the bonus token included",
-    "W": "columns of the window",
-    "N": "tokens of an n-gram",
-    "G": "candidates of a step",
-    "T": "temperature",
-    "V": "size of the vocabulary",
-}
-#: Code, in blocks and in sentences, and the addresses of links.
-NO_PROSE = re.compile(r"^(`{3,}).*?^\1|`[^`\n]+`|(?<=\])\([^)\s]*\)", re.S | re.M)
-
-
-def spelled_out(page: str) -> str:
-    """A Markdown page with a line below its title that spells out its letters.
-
-    A letter whose first use is its own definition ("S: ...", "S is ...") needs no line.
-    """
-    prose = NO_PROSE.sub("", page)
-    found = []
-    for letter, words in LETTERS.items():
-        first = re.search(rf"(?<![\w.'/-]){letter}(?![\w'.-]|/s)", prose)
-        if first is not None and not re.match(r": | is [a-z]", prose[first.end() :]):
-            found.append(f"{letter}: {words}")
-    title, _, rest = page.partition("\n")
-    return f"{title}\n\n{'; '.join(found)}.\n{rest}" if found else page
-
-
 OVER_HF = "vs hf-greedy"
 #: heading -> text of a line
 COLUMNS: dict[str, Callable[[Line], str]] = {

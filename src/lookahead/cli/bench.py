@@ -87,11 +87,11 @@ def command_line(words: list[str] | None = None, program: str = "lookahead") -> 
     return " ".join(shown)
 
 
-def can_draw(out: Path) -> bool:
-    """Whether plots can be drawn. If not, print a note before anything is measured.
+def check_out(out: Path) -> bool:
+    """Check that results can be written to the folder. Returns whether plots can be drawn; if not, prints a note.
 
     Raises:
-        SettingsError: the results cannot be written.
+        SettingsError: the folder cannot be written.
     """
     from ..bench import plots
 
@@ -134,7 +134,7 @@ def measure(
     from ..bench import Records, RunOptions, default_methods, load_workload, make_methods, run, split_methods
     from ..bench.report import write_report
 
-    draw = can_draw(out)
+    draw = check_out(out)
     seed, top_k = options.seed or 0, options.top_k or 0
     run_options = RunOptions(options.max_new_tokens, options.temperature, top_k, seed, repeats, warm)
     names = split_methods(method) if method else default_methods()
@@ -180,12 +180,14 @@ def step_cost(
     from ..bench import step_cost as cost
     from ..checkpoints import Checkpoint
 
-    draw = can_draw(out)
+    draw = check_out(out)
     sizes = (numbers(contexts, "--contexts"), numbers(rows, "--rows"))
     records = []
+    names = [name.strip() for name in dtype.split(",")]
+    gguf = Checkpoint(load).gguf if set(names) != {"auto"} else None
     with progress() as show:
-        for name in map(str.strip, dtype.split(",")):
-            if name != "auto" and (gguf := Checkpoint(load).gguf) is not None and gguf.is_quantized:
+        for name in names:
+            if name != "auto" and gguf is not None and gguf.is_quantized:
                 note(
                     f"--dtype {name} measures decoded weights; omit --dtype to measure the packed ones on a CPU"
                 )

@@ -51,8 +51,8 @@ def demo(
     files = sorted(path for path in folder.glob("[!.]*") if path.is_file())
     if not files:
         raise SettingsError(f"--prompts must be a folder of text files, got {folder}")
-    texts = {path.stem: read_text(path, "--prompts") for path in files}
-    empty = [path.name for path in files if not texts[path.stem].strip()]
+    texts = {path: read_text(path, "--prompts") for path in files}
+    empty = [path.name for path, text in texts.items() if not text.strip()]
     if empty:
         raise SettingsError(f"the text files of --prompts must not be empty, but {empty[0]} is")
     note("loading the model")
@@ -62,8 +62,8 @@ def demo(
         llm.generate(list(range(5, 37)), max_new_tokens=16, ignore_eos=True, drafter=drafter)
     note(f"{llm.name} in {llm.dtype}: ready after {perf_counter() - start:.1f} s")
     rows, equal = [], []
-    for name, text in texts.items():
-        typer.echo(typer.style(f"\n{name}: {shorten(text.strip().splitlines()[0], 78)}", bold=True))
+    for path, text in texts.items():
+        typer.echo(typer.style(f"\n{path.stem}: {shorten(text.strip().splitlines()[0], 78)}", bold=True))
         ids = llm.encode(chat_prompt([{"role": "user", "content": text}], llm.tokenizer))
         run = partial(llm.run, [ids], max_new_tokens=max_new_tokens)
         color = sys.stdout.isatty()
@@ -71,7 +71,7 @@ def demo(
         with open(os.devnull, "w") as nowhere:  # so that plain decoding also has the overhead of streaming
             plain = print_text(run(drafter=Plain()), color, nowhere)
         equal.append(ours.tokens == plain.tokens)
-        rows.append((name, ours, plain))
+        rows.append((path.stem, ours, plain))
     _print_table(llm, rows, equal)
     program = "lookahead" if which("lookahead") else f"{os.path.relpath(sys.executable)} -m lookahead"
     note(

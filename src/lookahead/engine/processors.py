@@ -41,7 +41,7 @@ def make_process(
     if options.no_repeat_ngram_size is not None:
         add("NoRepeatNGramLogitsProcessor", options.no_repeat_ngram_size)
     words = _bad_words(options.bad_words or (), tokenizer)
-    words = [word for word in words if len(word) > 1 or word[0] not in eos]  # transformers refuses end tokens
+    words = [word for word in words if len(word) > 1 or word[0] not in eos]
     if words:
         add("NoBadWordsLogitsProcessor", words, ends)
     if options.min_new_tokens is not None and ends:

@@ -229,7 +229,7 @@ def _check_heads(file: GGUFFile, architecture: str, hidden: int) -> None:
     heads = file.metadata.get(f"{prefix}head_count")
     size = file.metadata.get(f"{prefix}key_length")
     other = any(f"{prefix}key_length_{kind}" in file.metadata for kind in ("swa", "mla"))
-    if other or not isinstance(heads, int) or heads < 1:
+    if other or not isinstance(heads, int) or heads < 1 or not isinstance(size, int | None):
         return
     size = hidden // heads if size is None else size
     for part, key in (("attn_q", "head_count"), ("attn_k", "head_count_kv")):

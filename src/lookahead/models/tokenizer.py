@@ -110,15 +110,15 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
 def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
     """The tokens that end a completion: those that the file names, and those that end a turn in its chat template."""
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    ends = {token for token in named if isinstance(token, int)}
-    listed = np.asarray(metadata.get("tokenizer.ggml.eos_token_ids", ()))
-    ends |= set(listed.ravel().tolist()) if listed.dtype.kind in "iu" else set()
+    listed = np.asarray(metadata.get("tokenizer.ggml.eos_token_ids", ())).ravel().tolist()
+    # Some files write -1 as an unsigned number for a missing token.
+    ends = {token for token in [*named, *listed] if isinstance(token, int) and 0 <= token < 1 << 31}
     tokens, template = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.chat_template")
-    types = metadata.get("tokenizer.ggml.token_type", ())
+    types = np.atleast_1d(metadata.get("tokenizer.ggml.token_type", ()))
     if not isinstance(tokens, list) or not isinstance(template, str):
         return sorted(ends)
     for text in TURN_ENDS:
-        # In a template with <|return|>, <|end|> ends only a part of an answer.
+        # In a vocabulary with <|return|> (Harmony), <|end|> ends only a part of an answer.
         if text not in template or text not in tokens or (text == "<|end|>" and "<|return|>" in tokens):
             continue
         token = tokens.index(text)

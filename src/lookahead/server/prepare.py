@@ -82,7 +82,10 @@ class Preparer:
             SettingsError: the prompt is not valid.
         """
         llm = self.llm
-        ids = encode(prompt, llm.tokenizer, llm.tokenizer_error, llm.vocabulary, None, variables)
+        try:
+            ids = encode(prompt, llm.tokenizer, llm.tokenizer_error, llm.vocabulary, None, variables)
+        except SettingsError as error:
+            raise SettingsError(f"{param}: {error}") from None
         if len(ids) >= self.context:
             raisable = self.longest is None or self.context < self.longest
             most = "" if self.longest is None else f" (at most {self.longest} with this model)"

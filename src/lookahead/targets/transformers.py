@@ -265,9 +265,10 @@ class PlainTarget:
     def _all_or_none(self, slots: Sequence[int]) -> Iterator[None]:
         """If memory runs out in the block, all slots are as before. A single slot is not: its sequence ends."""
         before = [(slot, self._caches[slot], self.lengths[slot]) for slot in slots]
-        if len(slots) > 1:
-            self._caches.update((slot, repeated(cache, 1)) for slot, cache, _ in before)
         try:
+            if len(slots) > 1:
+                with memory_errors(f"copies of {len(slots)} states"):
+                    self._caches.update((slot, repeated(cache, 1)) for slot, cache, _ in before)
             yield
         except OutOfMemory:
             for slot, cache, length in before:

@@ -466,6 +466,8 @@ def _load_or_measure(target: Target, name: str, notice: Callable[[str], None], o
         if curve is not None:
             return curve
         measured = measure(target)
+        if all(point[2] == 1 for point in measured.seconds):
+            return CostCurve.unmeasured(on_gpu)  # no step of several rows fits in memory or the vocabulary
     except (NumericalError, OutOfMemory, SettingsError):
         # Some tokens have NaN logits, which sequences report when they occur, there is no memory, or the model's
         # context is too short.
