@@ -397,27 +397,10 @@ class Engine:
     ) -> list[tuple[Sequence, TokenTree, Scores]]:
         """Draft and evaluate. A pass that runs out of memory is retried with half the rows; [] if none fits."""
         while True:
-            # Draft for every sequence, within the row budget of the pass.
-            drafted: list[tuple[Sequence, TokenTree]] = []
             with timed("draft", stats):
-                running = [sequence for sequence in self._decoding if sequence.finish_reason is None]
-                if not running:
-                    return []
-                budget = self.row_budget
-                left = budget if isinstance(budget, int) else budget(len(running))
-                # Captured passes pad all trees to the largest, so no tree may exceed an equal share.
-                largest = left // len(running) if getattr(target, "captures", False) else left
-                for index, sequence in enumerate(running):
-                    # An equal share of the remaining rows, so that unused rows go to later sequences.
-                    share = min(largest, left // (len(running) - index))
-                    with _ended_by_errors(sequence, "the drafter"):
-                        tree = self._draft(target, sequence, share, len(running))
-                        drafted.append((sequence, tree))
-                        left -= len(tree)
+                drafted = self._draft_trees(target)
             if not drafted:
                 return []
-
-            # Evaluate all trees in one forward pass.
             try:
                 with timed("forward", stats):
                     scores = target.forward([(sequence.slot, tree) for sequence, tree in drafted])
@@ -428,22 +411,45 @@ class Engine:
                             _state_of(sequence).overlap(tree)
                 return [(*pair, score) for pair, score in zip(drafted, scores, strict=True)]
             except OutOfMemory as error:
-                rows = max(len(tree) for _, tree in drafted)
-                if rows == 1:
-                    # End the longest sequence to free its memory for the others.
-                    longest, _ = max(drafted, key=lambda pair: pair[0].evaluated + len(pair[0].tokens))
-                    longest.fail(error)
-                    self._drop(longest)
-                    continue
-                if not self._warned_too_large:
-                    self._warned_too_large = True
-                    warnings.warn(
-                        f"a step of {rows} rows did not fit in memory; the next steps use at most half as many "
-                        "(the output does not change)",
-                        RuntimeWarning,
-                        stacklevel=4,
-                    )
-                self._max_rows = rows // 2
+                self._make_smaller(drafted, error)
+
+    def _draft_trees(self, target: Target) -> list[tuple[Sequence, TokenTree]]:
+        """The trees of all sequences, within the row budget of the pass."""
+        running = [sequence for sequence in self._decoding if sequence.finish_reason is None]
+        if not running:
+            return []
+        budget = self.row_budget
+        left = budget if isinstance(budget, int) else budget(len(running))
+        # Captured passes pad all trees to the largest, so no tree may exceed an equal share.
+        largest = left // len(running) if getattr(target, "captures", False) else left
+        drafted: list[tuple[Sequence, TokenTree]] = []
+        for index, sequence in enumerate(running):
+            # An equal share of the remaining rows, so that unused rows go to later sequences.
+            share = min(largest, left // (len(running) - index))
+            with _ended_by_errors(sequence, "the drafter"):
+                tree = self._draft(target, sequence, share, len(running))
+                drafted.append((sequence, tree))
+                left -= len(tree)
+        return drafted
+
+    def _make_smaller(self, drafted: list[tuple[Sequence, TokenTree]], error: OutOfMemory) -> None:
+        """After a pass that did not fit in memory: halve the rows, or end the longest sequence if each tree has one."""
+        rows = max(len(tree) for _, tree in drafted)
+        if rows == 1:
+            # Its memory goes to the others.
+            longest, _ = max(drafted, key=lambda pair: pair[0].evaluated + len(pair[0].tokens))
+            longest.fail(error)
+            self._drop(longest)
+            return
+        self._max_rows = rows // 2
+        if not self._warned_too_large:
+            self._warned_too_large = True
+            warnings.warn(
+                f"a step of {rows} rows did not fit in memory; the next steps use at most half as many "
+                "(the output does not change)",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def _draft(self, target: Target, sequence: Sequence, share: int, batch: int) -> TokenTree:
         """The drafter's tree, checked. An invalid tree ends this sequence, not the whole pass."""

@@ -78,9 +78,8 @@ class AdaptiveDraftState(DraftState):
         self._costs = np.ones(2)
         self._slopes = np.zeros(2)
         self._table_of = (-1, -1)
-        #: Whether a tree was grown for the present step, and its number of rows without the window's.
+        #: Whether a tree was grown for the present step.
         self._grown = False
-        self._own_rows = 1
 
         # Statistics.
         self._plain_steps = 0
@@ -98,7 +97,6 @@ class AdaptiveDraftState(DraftState):
         limit = min(max_rows, self._settings.most_rows)
         self._grown = limit > 1 and self._may_pay()
         if not self._grown:
-            self._own_rows = 1
             self._guessed = 0.0
             tree = TokenTree(self._last)
         else:
@@ -117,7 +115,6 @@ class AdaptiveDraftState(DraftState):
         if not chain:
             return self._with_window(grower, pay, limit, max_depth)
         grower.cut(pay)
-        self._own_rows = grower.rows
         return grower.tree()
 
     def _choose_table(self, batch: int) -> None:
@@ -190,7 +187,6 @@ class AdaptiveDraftState(DraftState):
                 wanted = 0
                 kept = rows
         grower.cut(kept)
-        self._own_rows = kept
         tree = grower.tree()
         if window is not None and wanted:
             window.add_to(tree)
