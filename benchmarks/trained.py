@@ -1,4 +1,4 @@
-"""Trained and retrieval-based drafters alongside this library's own, at equal rows: S and drafting time.
+"""Trained and retrieval-based drafters alongside this library's own, at equal rows: S, speed and drafting time.
 
     python -m benchmarks.trained --data DIR --text DIR --medusa FILE --eagle FILE
     python -m benchmarks.trained --data DIR --text DIR --medusa FILE --rows 4,8 --methods adaptive,medusa
@@ -7,15 +7,21 @@
 are drafters in this library's decoding loop and decode the same prompts greedily. A completion that differs from
 plain decoding ends the run. Results in ``--records`` of this commit, these settings and these weights are not
 measured again.
+
+Every prompt is also decoded without drafts, alternately before and after the drafter, and the speed is the ratio of
+the two times after the prefill. Speculative decoding with a draft model is transformers' own loop instead, in fp32,
+compared with its own greedy decoding; its draft model is a copy of the model with the first third of the layers.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -24,9 +30,10 @@ from typing import Any
 from safetensors import safe_open
 
 import lookahead
+from lookahead.bench.methods import ModelUnderTest, RunOptions
 from lookahead.bench.record import environment, require_one_origin
 from lookahead.bench.report import markdown_table
-from lookahead.core import Drafter, Stats
+from lookahead.core import Drafter
 from lookahead.drafters import Adaptive, Lookahead, Plain, PromptLookup
 from lookahead.learning.self_text import Folder
 from lookahead.records import RecordWriter, read_records
@@ -38,6 +45,9 @@ from .drafters.medusa import Medusa, MedusaDrafter
 from .drafters.rest import Datastore, Rest
 from .drafters.static_tree import SHAPES, StaticTree
 from .page import write_page
+from .peers import HuggingFace
+from .quiet import require_quiet
+from .rows import decode
 
 OPEN = ("writing", "roleplay", "humanities", "stem")
 #: The paper's window, n-gram and candidates for a number of rows, (W + G)(N - 1).
@@ -55,17 +65,24 @@ ABOUT = {
     "rest": ("REST", "datastore: own text, Python's standard library", "1.82"),
     "prompt lookup": ("prompt lookup", "the text", "1.75"),
     "lookahead": ("the paper's lookahead", "its window and n-grams", "1.64"),
+    "draft model": ("transformers' assisted generation", "a copy with a third of the layers", "not listed"),
 }
+#: Field of a record -> its heading on the page.
+FIGURES = {"s": "S", "speed": "times plain decoding", "drafting": "drafting, in plain steps"}
 #: Methods with trained weights.
 WEIGHTED = ("adaptive with head", "static tree", "eagle", "medusa")
+#: The method that decodes in transformers' loop, and its largest number of rows: 63 drafted tokens take 63 passes.
+DRAFT_MODEL = "draft model"
+MOST_CHAIN = 16
 #: Why the published figures differ from this page's.
 DIFFERENCES = (
     "The published figures are of Vicuna-7B on all of Spec-Bench, where much text is copied from the prompt "
     "(summaries, retrieval), with about 64 rows for trees. Those heads saw some 60,000 conversations and guess "
     "the whole vocabulary; ours saw the model's own text only and guess the tokens of a shortlist. The static "
     "tree shows what the same light head gives without the calibrated tree and the other sources.",
-    "Not measured: a draft model with transformers' assisted generation. SmolLM2-135M has no smaller sibling; "
-    "`benchmarks.side_by_side` has `hf-assisted:PATH` for models that have one.",
+    "SmolLM2-135M has no smaller sibling, so the draft model of transformers' assisted generation is a copy of the "
+    "model with the first third of its layers, not trained further. It shows the cost of a draft model of this size, "
+    "not what a trained one guesses.",
 )
 
 
@@ -114,6 +131,8 @@ class Measurement:
         self.heads = cache(lambda: Medusa.load(args.medusa))
         self.eagle = cache(lambda: Eagle.load(args.eagle, self.llm.model))
         self.datastore = cache(lambda: datastore(self.llm, args.text))
+        self.assisted = cache(lambda: DraftModel(args.model))
+        self.turn = 0
         self.methods: dict[str, Callable[[int], Drafter]] = {
             "adaptive": lambda rows: Adaptive(rows=rows),
             "adaptive with head": lambda rows: Adaptive(rows=rows, head="auto"),
@@ -125,22 +144,90 @@ class Measurement:
             "lookahead": lambda rows: Lookahead(*PAPER[rows]),
         }
 
-    def decode(self, prompts: list[Any], drafter: Drafter, new_tokens: int) -> list[Any]:
-        """The result of each prompt."""
-        chats = [[{"role": "user", "content": prompt.turns[0]}] for prompt in prompts]
-        return [self.llm.generate(chat, drafter=drafter, max_new_tokens=new_tokens) for chat in chats]
+    def decode(self, method: str, rows: int, prompt: Any, new_tokens: int) -> tuple[Run, Run]:
+        """Plain decoding and a method on a prompt, the second first for every other call.
+
+        Raises:
+            SystemExit: the tokens differ.
+        """
+        chat = [{"role": "user", "content": prompt.turns[0]}]
+        ids = self.llm.encode(chat)
+        if method == DRAFT_MODEL:
+            runs = self.assisted().decode(ids, rows, new_tokens)
+        else:
+            drafters = [Plain(), self.methods[method](rows)]
+            order = (0, 1) if self.turn % 2 else (1, 0)
+            found = {index: decode(self.llm, ids, drafters[index], 0.0, 0, new_tokens) for index in order}
+            runs = Run.of(*found[0]), Run.of(*found[1])
+        self.turn += 1
+        plain, drafted = runs
+        if plain.tokens != drafted.tokens:
+            raise SystemExit(f"{method}, {rows} rows: the text of {prompt.id} differs from plain decoding")
+        return runs
 
 
-def summed(results: list[Any]) -> Stats:
-    """Tokens after the first, steps, rows and seconds of several completions."""
-    total = Stats()
-    for result in results:
-        total.new_tokens += result.stats.new_tokens - 1
-        total.steps += result.stats.steps
-        total.rows += result.stats.rows
-        for phase, seconds in result.stats.seconds.items():
-            total.seconds[phase] += seconds
-    return total
+@dataclass
+class Run:
+    """Tokens of a completion, and what its steps took after the prefill."""
+
+    tokens: list[int]
+    seconds: float
+    steps: int
+    rows: int
+    drafting: float  # seconds
+    evaluating: float  # seconds
+
+    @classmethod
+    def of(cls, seconds: float, result: Any) -> Run:
+        """From a result of this library."""
+        spent = result.stats.seconds
+        drafting = spent["draft"] + spent["observe"]
+        evaluating = spent["forward"] + spent["verify"] + spent["commit"]
+        return cls(result.tokens, seconds, result.stats.steps, result.stats.rows, drafting, evaluating)
+
+
+class Assisted(HuggingFace):
+    """Assisted generation of transformers, greedy."""
+
+    def __init__(self, draft_model: Any) -> None:
+        super().__init__("hf-greedy")
+        self.draft_model = draft_model
+
+    def arguments(self) -> dict[str, Any]:
+        return {"assistant_model": self.draft_model}
+
+
+class DraftModel:
+    """Assisted generation of transformers, whose draft model is a copy of the model with fewer layers.
+
+    Args:
+        path: the model; None for the default model.
+        share: the part of the layers that the draft model keeps.
+    """
+
+    def __init__(self, path: str | None, share: float = 1 / 3) -> None:
+        llm = lookahead.load(path, dtype="float32", drafter="off")
+        self._model = ModelUnderTest.of(llm)
+        draft = copy.deepcopy(llm.model)
+        layers = draft.get_decoder().layers
+        kept = max(1, round(share * len(layers)))
+        draft.get_decoder().layers = layers[:kept]
+        draft.config.num_hidden_layers = kept
+        # A fixed number of tokens in every pass.
+        draft.generation_config.num_assistant_tokens_schedule = "constant"
+        draft.generation_config.assistant_confidence_threshold = 0.0
+        self._draft = draft
+
+    def decode(self, ids: Sequence[int], rows: int, new_tokens: int) -> tuple[Run, Run]:
+        """Greedy decoding of transformers, and assisted generation with ``rows - 1`` drafted tokens."""
+        self._draft.generation_config.num_assistant_tokens = rows - 1
+        options = RunOptions(max_new_tokens=new_tokens)
+        runs = []
+        for method in (HuggingFace("hf-greedy"), Assisted(self._draft)):
+            outcome = method.decode(self._model, ids, options)
+            stats = outcome.stats
+            runs.append(Run(outcome.tokens, sum(outcome.step_seconds), stats.steps, stats.rows, 0.0, 0.0))
+        return runs[0], runs[1]
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -152,9 +239,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     records = read_records(args.records, "s", "method")
     known = {tuple(line.get(key) for key in keys): line for line in records}
     prompts = prompts_of(args.data, args.prompts)
-    plain = dict[str, Any]()
-    for workload, some in prompts.items() if not args.page_only else ():
-        plain[workload] = measurement.decode(some, Plain(), args.new_tokens)
+    if not args.page_only:
+        require_quiet()
     lines = []
     for rows, workload, method in product(args.rows, prompts, args.methods):
         line = {**about, "prompts": args.prompts, "workload": workload, "method": method, "rows": rows}
@@ -163,21 +249,24 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         if done is not None or args.page_only:
             lines += [done] if done is not None else []
             continue
-        results = measurement.decode(prompts[workload], measurement.methods[method](rows), args.new_tokens)
-        if [result.tokens for result in results] != [result.tokens for result in plain[workload]]:
-            raise SystemExit(f"{method}, {rows} rows, {workload}: a text differs from plain decoding")
-        total = summed(results)
-        cost = summed(plain[workload])
-        step = sum(cost.seconds[phase] for phase in ("forward", "verify", "commit")) / cost.steps
+        if method == DRAFT_MODEL and rows > MOST_CHAIN:
+            continue
+        runs = [measurement.decode(method, rows, prompt, args.new_tokens) for prompt in prompts[workload]]
+        plain = [run for run, _ in runs]
+        drafted = [run for _, run in runs]
+        steps = sum(run.steps for run in drafted)
+        step = sum(run.evaluating for run in plain) / sum(run.steps for run in plain)
         line |= {
-            "s": total.new_tokens / total.steps,
-            "steps": total.steps,
-            "mean_rows": total.rows / total.steps,
-            "drafting": (total.seconds["draft"] + total.seconds["observe"]) / total.steps / step,
+            "s": sum(len(run.tokens) - 1 for run in drafted) / steps,
+            "steps": steps,
+            "mean_rows": sum(run.rows for run in drafted) / steps,
+            "speed": sum(run.seconds for run in plain) / sum(run.seconds for run in drafted),
+            # In plain steps; transformers does not measure it.
+            "drafting": sum(run.drafting for run in drafted) / steps / step if step else None,
         }
         print(
             f"{workload} {method} {rows} rows: S {line['s']:.3f}, {line['mean_rows']:.1f} rows a step, "
-            f"drafting {line['drafting']:.3f} plain steps",
+            f"{line['speed']:.2f} x plain, drafting {line['drafting'] or 0:.3f} plain steps",
             flush=True,
         )
         with RecordWriter(args.records, append=True) as writer:
@@ -187,7 +276,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
-    """A description of the methods, and the tables of S."""
+    """A description of the methods, and the tables of S, speed and the time of drafting."""
     by = {(line["workload"], line["method"], line["rows"]): line for line in lines}
     trained = {line["method"]: line.get("training") for line in lines}
     methods = []
@@ -200,20 +289,23 @@ def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     text = [
         f"Greedy, {args.new_tokens} tokens, {args.prompts} open questions of MT-Bench and "
         f"{-(-7 * args.prompts // 12)} functions of HumanEval. Every method drafts in this library's loop, on "
-        "the compiled CPU path; every text equals plain decoding. A step has at most so many rows; the paper's "
-        f"lookahead has (W, N, G) = {shapes}. The records have the time of drafting too, which needs a quiet "
-        "machine and is not shown.",
+        "the compiled CPU path, except transformers' assisted generation (fp32); every text equals plain decoding. A "
+        f"step has at most so many rows; the paper's lookahead has (W, N, G) = {shapes}. Speeds are ratios to plain "
+        "decoding of the same prompts within the same seconds; for assisted generation, to transformers' own greedy "
+        "decoding. The time of drafting is in steps of plain decoding.",
         "",
         markdown_table(heads, methods, texts=4),
         "",
     ]
     for workload, title in (("prose", "Open questions"), ("code", "Code")):
-        heads = ["method", *[f"S, {rows} rows" for rows in args.rows]]
-        table = []
-        for method in args.methods:
-            some = [by.get((workload, method, rows)) for rows in args.rows]
-            table.append([ABOUT[method][0]] + ["-" if line is None else f"{line['s']:.2f}" for line in some])
-        text += [f"## {title}", "", markdown_table(heads, table, texts=1), ""]
+        for key, figure in FIGURES.items():
+            table = []
+            for method in args.methods:
+                some = [by.get((workload, method, rows)) for rows in args.rows]
+                cells = ["-" if line is None or line[key] is None else f"{line[key]:.2f}" for line in some]
+                table.append([ABOUT[method][0], *cells])
+            heads = ["method", *(f"{rows} rows" for rows in args.rows)]
+            text += [f"## {title}: {figure}", "", markdown_table(heads, table, texts=1), ""]
     return [*text, "## Beside the published figures", "", DIFFERENCES[0], "", DIFFERENCES[1]]
 
 

@@ -17,9 +17,10 @@ from benchmarks.drafters.eagle import Eagle, EagleDrafter, EagleState, Layer
 from benchmarks.drafters.medusa import RANKS, Heads, Medusa, MedusaDrafter
 from benchmarks.drafters.rest import AHEAD, END, Datastore, Rest
 from benchmarks.drafters.static_tree import SHAPES, StaticTree
+from benchmarks.trained import Run
 from lookahead.bench.workloads import Prompt
-from lookahead.core import Drafter, Stats
-from lookahead.drafters import Plain
+from lookahead.core import Drafter
+from lookahead.drafters import Plain, PromptLookup
 from lookahead.engine.admission import Admission
 from lookahead.targets import light_head
 from lookahead.targets.light_head import row_readers
@@ -219,22 +220,21 @@ def test_sequences_measured_with_other_settings_are_measured_again(monkeypatch, 
 )
 def test_results_of_other_weights_and_lengths_are_measured_again(monkeypatch, tmp_path, changed, again):
     decoded = []
-    stats = Stats(new_tokens=3, steps=2, rows=4)
-    stats.seconds["forward"] = 1.0
+    drafted = Run([1, 2, 3], 1.0, 2, 4, 0.5, 1.0)
 
     def run(given):
         model = SimpleNamespace(
             llm=SimpleNamespace(name="m", dtype="Q4"),
             weights={"medusa": {"weights": given["weights"], "training": "7 tokens"}},
-            methods={"medusa": lambda rows: rows},
-            decode=lambda *given: decoded.append(given) or [SimpleNamespace(tokens=[1], stats=stats)],
+            decode=lambda *given: decoded.append(given) or (drafted, drafted),
         )
         monkeypatch.setattr(trained, "Measurement", lambda args: model)
         args = Namespace(**given)
         return trained.body(trained.measure(args), args)
 
     monkeypatch.setattr(trained, "environment", lambda: {"commit": "c"})
-    monkeypatch.setattr(trained, "prompts_of", lambda *given: {"prose": []})
+    monkeypatch.setattr(trained, "require_quiet", lambda: None)
+    monkeypatch.setattr(trained, "prompts_of", lambda *given: {"prose": ["a prompt"]})
     given = {
         "new_tokens": 8,
         "weights": "e1",
@@ -246,9 +246,54 @@ def test_results_of_other_weights_and_lengths_are_measured_again(monkeypatch, tm
     given |= {"data": tmp_path, "records": tmp_path / "r"}
     page = run(given)
     assert any("| three heads (15.2M) | 7 tokens |" in part for part in page)
+    cells = [part.splitlines()[-1] for part in page if part.startswith("| method | 4 rows |")]
+    assert cells[:3] == ["| Medusa-1 | 1.00 |", "| Medusa-1 | 1.00 |", "| Medusa-1 | 0.50 |"]
     decoded.clear()
     run(given | changed)
-    assert len(decoded) == (2 if again else 0 if "page_only" in changed else 1)  # 1: plain decoding
+    assert len(decoded) == again
+
+
+@pytest.fixture
+def measurement(llm, monkeypatch):
+    """Prompt lookup on the tiny model, for a prompt that repeats itself."""
+    made = object.__new__(trained.Measurement)
+    made.llm = llm
+    made.turn = 0
+    made.methods = {"prompt lookup": lambda rows: PromptLookup(max_drafted=rows - 1)}
+    monkeypatch.setattr(type(llm), "encode", lambda *given: [5, 9, 5, 9, 5, 9])
+    return made
+
+
+def test_trained_methods_are_compared_with_plain_decoding(measurement, monkeypatch):
+    """Each prompt is decoded by both, in alternating order."""
+    order = []
+    decode = trained.decode
+    monkeypatch.setattr(trained, "decode", lambda *given: order.append(given[2].name) or decode(*given))
+    prompt = Prompt("0", "w", ("",))
+    for _ in range(2):
+        plain, drafted = measurement.decode("prompt lookup", 4, prompt, 24)
+    assert order == ["prompt-lookup", "plain", "plain", "prompt-lookup"]
+    assert plain.steps == 23
+    assert drafted.rows > drafted.steps
+
+
+def test_another_text_ends_the_measurement(measurement, accept_a_wrong_node):
+    with pytest.raises(SystemExit, match="the text of 0 differs from plain decoding"):
+        measurement.decode("prompt lookup", 4, Prompt("0", "w", ("",)), 24)
+
+
+def test_the_draft_model_is_a_copy_with_fewer_layers(tmp_path):
+    """Assisted generation of transformers, with as many tokens drafted as the rows say."""
+    tiny_model("llama", num_hidden_layers=3, seed=3).save_pretrained(tmp_path)
+    whole = trained.DraftModel(str(tmp_path), share=1.0)
+    plain, drafted = whole.decode([5, 9, 5, 9, 5, 9], 4, 24)
+    assert drafted.tokens == plain.tokens
+    assert drafted.rows == 4 * drafted.steps  # every draft is accepted
+    assert drafted.steps <= -(-23 // 4)
+    part = trained.DraftModel(str(tmp_path), share=1 / 3)
+    assert part._draft.config.num_hidden_layers == 1
+    plain, drafted = part.decode([5, 9, 5, 9, 5, 9], 4, 24)
+    assert drafted.tokens == plain.tokens
 
 
 def test_what_a_file_of_weights_says_about_its_training(tmp_path):

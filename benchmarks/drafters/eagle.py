@@ -16,6 +16,7 @@ probabilities, on true states and on predicted ones. The shape of the tree is fi
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -134,11 +135,12 @@ class Eagle:
         layer.load_state_dict({name: part.float() for name, part in parts.items()})
         return cls(layer, shortlist, *row_readers(model))
 
-    def save(self, path: Path) -> None:
-        """Save the layer in bfloat16."""
+    def save(self, path: Path, about: dict[str, Any] | None = None) -> None:
+        """Save the layer in bfloat16, with what is said about its training."""
         tensors = {name: value.detach().bfloat16() for name, value in self.layer.state_dict().items()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors | {"shortlist": torch.from_numpy(self.shortlist)}, path)
+        tensors["shortlist"] = torch.from_numpy(self.shortlist)
+        save_file(tensors, path, {"about": json.dumps(about or {})})
 
     def embedded(self, tokens: Sequence[int]) -> torch.Tensor:
         """Embeddings of tokens, (1, n, hidden)."""
@@ -310,8 +312,12 @@ def main() -> None:
     llm = lookahead.load(args.model)
     parts = collect(llm.target(), sizes_of(llm.model)[1], Folder(args.text, scan=False), args.states)
     begin = monotonic()
-    train(Positions(parts), *row_readers(llm.model), args.epochs).save(args.out)
-    print(f"{monotonic() - begin:.0f} seconds")
+    positions = Positions(parts)
+    eagle = train(positions, *row_readers(llm.model), args.epochs)
+    seconds = round(monotonic() - begin)
+    about = {"tokens": len(positions), "seconds": seconds, "settings": {"epochs": args.epochs}}
+    eagle.save(args.out, about)
+    print(f"{seconds} seconds")
 
 
 if __name__ == "__main__":

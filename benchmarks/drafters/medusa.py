@@ -16,6 +16,7 @@ consists of the nodes most often correct on held-out text, as in the paper's sec
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -95,12 +96,12 @@ class Medusa:
         heads.load_state_dict({name: parts[name].float() for name in ("weight", "bias", "output")})
         return cls(heads, parts["shortlist"].numpy(), parts["accuracy"].numpy())
 
-    def save(self, path: Path) -> None:
-        """Save the heads in bfloat16."""
+    def save(self, path: Path, about: dict[str, Any] | None = None) -> None:
+        """Save the heads in bfloat16, with what is said about their training."""
         tensors = {name: value.detach().bfloat16() for name, value in self.heads.named_parameters()}
         tensors |= {name: torch.from_numpy(getattr(self, name)) for name in ("shortlist", "accuracy")}
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path)
+        save_file(tensors, path, {"about": json.dumps(about or {})})
 
     def best(self, state: Any) -> Any:
         """The best tokens of each head for a hidden state, (heads, RANKS)."""
@@ -244,9 +245,12 @@ def main() -> None:
     llm = lookahead.load(args.model)
     parts = collect(llm.target(), sizes_of(llm.model)[1], Folder(args.text, scan=False), args.states)
     begin = monotonic()
-    medusa = train(Positions(parts), row_readers(llm.model)[1], args.epochs)
-    medusa.save(args.out)
-    print(f"{monotonic() - begin:.0f} seconds; accuracy by rank: {medusa.accuracy[:, :4].round(3).tolist()}")
+    positions = Positions(parts)
+    medusa = train(positions, row_readers(llm.model)[1], args.epochs)
+    seconds = round(monotonic() - begin)
+    about = {"tokens": len(positions), "seconds": seconds, "settings": {"epochs": args.epochs}}
+    medusa.save(args.out, about)
+    print(f"{seconds} seconds; accuracy by rank: {medusa.accuracy[:, :4].round(3).tolist()}")
 
 
 if __name__ == "__main__":
