@@ -242,14 +242,14 @@ STARTS = (
     "Fix",
     "Summarize",
 )
-#: Of every ten openings, the numbers that are about code, sums, and in another language; the others are in English.
+#: Of ten openings, how many on average are about code, are sums and are in another language; the others are in English.
 SHARES = (3, 1, 1)
 
 
 def opening(number: int) -> str:
-    """The request with this number."""
+    """The request with this number. Its kind is drawn, because the number also determines which texts have openings."""
     draw = random.Random(f"opening {number}")
-    kind = number % 10
+    kind = draw.randrange(10)
     if kind < SHARES[0]:
         return draw.choice(CODE_FRAMES).format(draw.choice(CODE_TASKS))
     if kind < sum(SHARES[:2]):

@@ -136,7 +136,8 @@ class Positions:
                 ids.append(text.ids.astype(np.int64))
                 probabilities.append(np.exp(text.logprobs.astype(np.float32)))
                 bounds.append((at, at + len(text.completion)))
-                held_out.append(text.number % HELD_OUT == HELD_OUT - 1)
+                # A text's kind and temperature depend on the last digits of its number, so that these rotate here.
+                held_out.append((text.number + text.number // HELD_OUT) % HELD_OUT == HELD_OUT - 1)
                 at += len(text.completion)
         if at != self.firsts[-1] or not at:
             raise SettingsError("the hidden states must match the text; delete them to compute them again")
