@@ -47,13 +47,14 @@ PAPERS = "lookahead:15,5,15"
 METHODS = ("prompt-lookup", PAPERS, "adaptive")
 #: study -> (prompts for each prompt of the limit, minutes for one of them), on weights as the file packs them. At a
 #: limit of 8, each data set has ten prompts, the scaling law's twenty; fewer are refused by the tests of the records.
+#: These and all other minutes are those of records on two cores of an EPYC with AVX512-VNNI.
 STUDY = {
-    "ablation": (1.25, 0.8),
-    "sampling-quality": (1.25, 0.8),
-    "attention": (1.25, 0.75),
-    "end-to-end": (1.25, 2.0),
-    "scaling-law": (2.5, 1.25),
-    "parallel": (1.25, 3.0),
+    "ablation": (1.25, 0.5),
+    "sampling-quality": (1.25, 0.5),
+    "attention": (1.25, 0.35),
+    "end-to-end": (1.25, 0.4),
+    "scaling-law": (2.5, 0.4),
+    "parallel": (1.25, 0.7),
 }
 #: Further options of studies that decode each prompt by many methods, or many data sets.
 SHORT = ("--max-new-tokens", "64")
@@ -343,16 +344,16 @@ def steps(given: Sources) -> list[Step]:
         file = _converted(model, "Q4_0")
         words = [file, "--against", f"llamacpp:{file}", "--bin", given.llamacpp_bin]
     words += ["--clients", "1,4,16", "--repeats", 6, "--out", "docs/results"]
-    plan("serve", 7 if "--bin" in words else 3, "serve", *words)
+    plan("serve", 4.5 if "--bin" in words else 3, "serve", *words)
     plan("rows", 1.75 * given.fewest, "rows", *data, "--prompts", given.fewest)
     # Packed weights: how close they are, and what a step costs.
     if model is not None:
         plan("packed-accuracy", 3, "packed_accuracy", model, *data)
         if has_llama_cpp:
             words = ["--types", "own", "Q4_0", "Q4_K_M", "0.5B", "1B", "--rounds", 9, "--starts", 3]
-            plan("packed-step", 7, "packed_step", *words)
+            plan("packed-step", 5.5, "packed_step", *words)
     # Inside a text, several sequences, exact mode, transformers and vLLM.
-    plan("dynamics", 2 * given.fewest, "dynamics", *data, "--limit", given.fewest)
+    plan("dynamics", 1.7 * given.fewest, "dynamics", *data, "--limit", given.fewest)
     plan("pass-rate", 3, "pass_rate", *data)
     plan("batch-size", max(1.5, 0.4 * given.half), "batch_size", *data, "--limit", given.half)
     plan("exact", 8.5, "exact_text")
@@ -403,9 +404,9 @@ def _packed(given: Sources) -> list[Step]:
         planned.append(_to_records(OPENVINO_PAGE, [*words, *SHORT], 0.4 * given.limit))
     # page, format, temperature, prompts of each set, minutes for one of them
     for name, kind, temperature, limit, minutes in (
-        ("bench-packed", "Q4_0", 0.0, given.most, 5),
-        ("bench-packed-q4_k_m", "Q4_K_M", 0.0, given.half, 1.5),
-        ("bench-packed-sampled", "", 0.7, given.half, 1),
+        ("bench-packed", "Q4_0", 0.0, given.most, 3.1),
+        ("bench-packed-q4_k_m", "Q4_K_M", 0.0, given.half, 1.3),
+        ("bench-packed-sampled", "", 0.7, given.half, 0.75),
         ("bench-packed-head", "", 0.0, given.half, 0.6),
     ):
         if kind in BY_LLAMA_CPP and not has_llama_cpp:
@@ -441,7 +442,7 @@ def _beside_transformers(given: Sources) -> Step:
     """transformers beside ours, in bf16."""
     methods = ["prompt-lookup", "adaptive", "hf-greedy", "hf-prompt-lookup"]
     words = ["--dtype", "bfloat16", *_beside(None, FEW, given, max(2, 5 * given.limit // 8), 2, methods)]
-    return _to_records("bench-bf16", [*words, *SHORT], 0.5 * given.limit)
+    return _to_records("bench-bf16", [*words, *SHORT], 0.65 * given.limit)
 
 
 def _beside(
