@@ -9,8 +9,10 @@ import random
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch.nn import Module
 
 from benchmarks import llamacpp_examples, results, rows
 from benchmarks.paper import __main__ as paper
@@ -178,10 +180,31 @@ def test_spec_bench_and_mt_bench_are_other_prompts(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     given = Study(None, (), tmp_path, 3, RunOptions(), tmp_path, lambda *told: None)
     found = end_to_end.prompts_of(given, ["spec-bench", "mt-bench"])
-    assert len({prompt.turns for prompt in found}) == len(found) == 3 + 6 * 3
-    workloads = Counter(prompt.workload for prompt in found)
-    kinds = [f"spec-bench {kind}" for kind in (end_to_end.MULTI_TURN, *end_to_end.SPEC_BENCH)]
-    assert workloads == dict.fromkeys(["mt-bench", *kinds], 3)
+    assert len({prompt.turns for prompt in found}) == len(found) == 3 + 5 * 3
+    kinds = [f"spec-bench {kind}" for kind in end_to_end.SPEC_BENCH]
+    assert Counter(prompt.workload for prompt in found) == dict.fromkeys(["mt-bench", *kinds], 3)
+    alone = Counter(prompt.workload for prompt in end_to_end.prompts_of(given, ["spec-bench"]))
+    assert alone == dict.fromkeys([f"spec-bench {end_to_end.MULTI_TURN}", *kinds], 3), "MT-Bench within it"
+
+
+def test_end_to_end_measures_the_papers_method_and_the_default_from_an_empty_state():
+    """A model that transformers runs has its methods beside; the page of others has no column about them."""
+    for model, theirs in ((Module(), ["hf-greedy", "hf-prompt-lookup"]), (FakeTarget(32), [])):
+        asked = []
+        given = SimpleNamespace(
+            model=SimpleNamespace(model=model),
+            data=None,
+            workloads=["stdlib"],
+            limit=1,
+            options=RunOptions(),
+            run=lambda methods, prompts, options, asked=asked: asked.append((methods, options.warm)),
+        )
+        end_to_end.measure(given)
+        assert asked == [([*theirs, "lookahead:15,5,15", "adaptive"], False)]
+    head, records = committed.read(ROOT / "docs/results/records/end-to-end.jsonl.gz")
+    assert "over transformers" not in "\n".join(end_to_end.page(head, records).body)
+    plain = [record | {"method": "hf-greedy"} for record in records if record["method"] == "plain"]
+    assert "| over transformers |" in "\n".join(end_to_end.page(head, [*records, *plain]).body)
 
 
 # ---------------------------------------------------------------- pages and records

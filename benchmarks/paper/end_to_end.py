@@ -29,18 +29,21 @@ FIGURE_5 = {"mt-bench": (1.45, 1.64), "gsm8k": (1.70, 1.89), "mbpp": (1.75, 1.87
 FIGURE_6 = {"mt-bench": "1.8", "humaneval": "2.7 to 2.8", "classeval": "2.7 to 2.8"}
 
 
-def by_category(prompts: Sequence[Prompt], limit: int | None, taken: Collection[str]) -> list[Prompt]:
-    """Spec-Bench's prompts as six workloads of at most ``limit`` prompts each.
+def by_category(
+    prompts: Sequence[Prompt], limit: int | None, taken: Collection[str], multi_turn: bool
+) -> list[Prompt]:
+    """Spec-Bench's prompts as one workload per category, of at most ``limit`` prompts each.
 
     Args:
         prompts: all prompts of Spec-Bench.
         limit: maximum number of prompts per category; None for no limit.
-        taken: first turns of the prompts of other workloads, such as MT-Bench; prompts with these are left out.
+        taken: first turns of the prompts of other workloads, such as GSM8K; prompts with these are left out.
+        multi_turn: whether to include the category ``MULTI_TURN``, which is MT-Bench.
     """
     categories: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         category = prompt.category if prompt.category in SPEC_BENCH else MULTI_TURN
-        if prompt.turns[0] not in taken:
+        if prompt.turns[0] not in taken and (multi_turn or category != MULTI_TURN):
             renamed = replace(prompt, workload=f"spec-bench {category}")
             categories.setdefault(category, []).append(renamed)
     return [prompt for some in categories.values() for prompt in some[:limit]]
@@ -50,33 +53,39 @@ def prompts_of(study: Study, names: Sequence[str]) -> list[Prompt]:
     """The prompts of these workloads without duplicates; those of Spec-Bench by category."""
     limit = 10 if study.limit is None else study.limit or None
     prompts: list[Prompt] = []
+    multi_turn = not any(name.startswith("mt-bench") for name in names)
     # Spec-Bench comes last, so that prompts which it shares with other workloads count as theirs.
     for name in sorted(names, key=lambda name: name.startswith("spec-bench")):
         if name.startswith("spec-bench"):
             whole = load_workload(name, None, study.options.seed, study.data)
-            prompts += by_category(whole, limit, {prompt.turns[0] for prompt in prompts})
+            prompts += by_category(whole, limit, {prompt.turns[0] for prompt in prompts}, multi_turn)
         else:
             prompts += load_workload(name, limit, study.options.seed, study.data)
     return prompts
 
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
-    """Measure our methods on every data set in the data folder, and transformers' if it can run the model."""
+    """Measure the paper's method and the default on every data set, each prompt from an empty state.
+
+    transformers' own methods are measured too, if it can run the model.
+    """
     present = [name for name in SOURCES if find_file(name, study.data) is not None] or ["stdlib"]
-    methods = ["prompt-lookup", METHOD, "adaptive"]
+    methods = [METHOD, "adaptive"]
     if isinstance(study.model.model, Module):
         methods = ["hf-greedy", "hf-prompt-lookup", *methods]
-    return study.run(methods, prompts_of(study, study.workloads or present), study.options), {}
+    options = replace(study.options, warm=False)
+    return study.run(methods, prompts_of(study, study.workloads or present), options), {}
 
 
 def page(head: Head, records: Sequence[Record]) -> Page:
     """Compute the page from the records."""
     summary = summarise(records)
     lookahead = {x.workload: x for x in summary.lines if x.method == METHOD and x.state != "warm"}
+    has_hf = any(record["method"] == "hf-greedy" for record in records)
     body = [
         "Lookahead (15, 5, 15), cold, beside the paper:",
         "",
-        _beside_the_paper(lookahead),
+        _beside_the_paper(lookahead, has_hf),
         "",
         "All methods:",
         "",
@@ -84,7 +93,6 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         "",
         LEGEND,
     ]
-    has_hf = any(record["method"] == "hf-greedy" for record in records)
     differs = [
         model_and_machine(head, records),
         *differences({name: line.all.s_steps for name, line in lookahead.items()}),
@@ -93,28 +101,25 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         "steps, so S is not the speed-up.",
         "The baseline is our own plain decoding in the same process"
         + ("; transformers' greedy generate stands beside it." if has_hf else "."),
-        "Spec-Bench's multi-turn category is MT-Bench; if both are measured, no prompt is measured twice.",
+        "Spec-Bench's multi-turn category is MT-Bench; no prompt is measured twice.",
     ]
     each = in_words([f"{name} {number(line.all.total)}" for name, line in lookahead.items()])
     alt = f"Speed-up over plain decoding by workload and method; of lookahead (15, 5, 15): {each}"
     return Page("End to end (figure 5)", body, differs, lambda: _figure(summary), alt=alt)
 
 
-def _beside_the_paper(lines: Mapping[str, Line]) -> str:
+def _beside_the_paper(lines: Mapping[str, Line], has_hf: bool) -> str:
+    """The table of lookahead by workload. Without transformers' greedy generate it has no column about it."""
     rows = []
     for workload, line in lines.items():
         figure_5 = FIGURE_5.get(workload)
         paper = f"{figure_5[0]:.2f} to {figure_5[1]:.2f}" if figure_5 else "–"
-        own = [number(line.all.total), number(line.over_hf), number(line.all.s_steps)]
+        over_hf = [number(line.over_hf)] if has_hf else []
+        own = [number(line.all.total), *over_hf, number(line.all.s_steps)]
         rows.append([workload, *own, paper, FIGURE_6.get(workload, "–")])
-    headings = [
-        "workload",
-        "speed-up",
-        "over transformers",
-        "S",
-        "the paper's speed-up, figure 5 (7B to 70B)",
-    ]
-    return markdown_table([*headings, "figure 6 (7B)"], rows)
+    headings = ["workload", "speed-up", *(["over transformers"] if has_hf else []), "S"]
+    headings += ["the paper's speed-up, figure 5 (7B to 70B)", "figure 6 (7B)"]
+    return markdown_table(headings, rows)
 
 
 def differences(ours: Mapping[str, float]) -> list[str]:
