@@ -413,6 +413,19 @@ def test_a_command_writes_its_page_and_its_picture(name, tiny, tmp_path, monkeyp
         assert (tmp_path / "out" / f"{name}.md").read_text() == text
 
 
+@pytest.mark.parametrize("name", ["attention", "parallel"])
+def test_only_first_turns_are_decoded_where_the_page_says_so(name, tiny, tmp_path):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["one two", "three"]}) + "\n")
+    words = [name, "--workload", f"mt-bench={tmp_path / 'x.jsonl'}", "--max-new-tokens", "8"]
+    paper.main([*words, "--out", str(tmp_path), "--records", str(tmp_path / "records")])
+    says = "- MT-Bench has two turns; here only the first turns are decoded.\n"
+    assert says in (tmp_path / f"{name}.md").read_text()
+    head, records = committed.read(tmp_path / "records" / f"{name}.jsonl.gz")
+    assert {record["turn"] for record in records} == {0}
+    both = [*records, *(record | {"turn": 1} for record in records)]
+    assert says[2:-1] not in paper.module_of(name).page(head, both).differs
+
+
 def test_an_interrupt_says_that_the_command_continues(tiny, tmp_path, monkeypatch, capsys):
     words = ["ablation", "--limit", "1", "--max-new-tokens", "8", "--out", str(tmp_path)]
     words += ["--records", str(tmp_path / "records")]

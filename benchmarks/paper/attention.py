@@ -25,7 +25,7 @@ from lookahead.targets.paths import make_target
 
 from .committed import Head
 from .intervals import differ, drawn_ratios, interval
-from .study import Page, Study, model_and_machine
+from .study import Page, Study, model_and_machine, only_first_turns
 
 METHOD = "lookahead:15,5,15"
 #: Names of the method with the kernel and with the mask.
@@ -47,7 +47,10 @@ class OnTarget(Drafted):
 
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
-    """Measure both kinds of attention. Packed weights have no transformers path, so they are loaded in float32."""
+    """Measure both kinds of attention on the first turns of conversations.
+
+    Packed weights have no transformers path, so they are loaded in float32.
+    """
     model = study.model
     if not isinstance(model.model, Module):
         model = load_model(study.model_path, dtype="float32")
@@ -56,7 +59,7 @@ def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
         OnTarget(Lookahead(15, 5, 15), name, target)
         for name, target in ((WITH, model.target), (WITHOUT, without))
     ]
-    prompts = study.prompts(10, WORKLOADS)
+    prompts = study.first_turns(10, WORKLOADS)
     records = replace(study, model=model).run(methods, prompts, replace(study.options, warm=False))
     return records, {"attention": {WITH: model.target.path, WITHOUT: without.path}}
 
@@ -97,6 +100,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         model_and_machine(head, records),
         "The paper compares its FlashAttention kernel with PyTorch's attention; here each side has also its own "
         "matrix products, which round differently too.",
+        *only_first_turns(records),
         f"Over all prompts S is {kernel:.3f} with the kernel and {mask:.3f} without, a ratio of "
         f"{kernel / mask if mask else nan:.3f}.",
     ]

@@ -33,7 +33,7 @@ from lookahead.parallel.wire import FRAME, Link
 from lookahead.targets.facts import ModelFacts
 
 from .committed import Head
-from .study import Page, Study, model_and_machine
+from .study import Page, Study, model_and_machine, only_first_turns
 
 RANKS = (1, 2, 4, 8)
 BASE = (15, 5, 15)
@@ -213,8 +213,11 @@ def triple_of(ranks: int) -> tuple[int, int, int]:
 
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
-    """Measure lookahead with the (W, N, G) of each number of ranks, t(k), and the exchange between two processes."""
-    prompts = study.prompts(10, WORKLOADS)
+    """Measure lookahead with the (W, N, G) of each number of ranks, t(k), and the exchange between two processes.
+
+    Only the first turns of conversations are decoded.
+    """
+    prompts = study.first_turns(10, WORKLOADS)
     exchange = exchange_seconds(EXCHANGES)
     methods = [Sharded(Lookahead(*triple_of(r)), RANKS if r == 1 else (r,)) for r in RANKS]
     records = study.run(methods, prompts, replace(study.options, warm=False))
@@ -362,6 +365,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
     differs = [
         model_and_machine(head, records),
         *differences({w: {ranks: found[w, ranks].s for ranks in RANKS} for w in workloads}),
+        *only_first_turns(records),
         "One process decodes and the shards are those that R ranks would get; the paper measures 1 to 8 A100, with "
         "FlashAttention on both sides. There tensor and pipeline parallelism slow a single text down (0.71 to 0.82).",
     ]

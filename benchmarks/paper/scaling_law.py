@@ -138,7 +138,7 @@ def apart() -> dict[str, dict[int, str]]:
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
     """Measure S for every W = G and N, and for W and G separately, on the first turns of MT-Bench."""
-    prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in study.prompts(20, ["mt-bench"])]
+    prompts = study.first_turns(20, ["mt-bench"])
     names = dict.fromkeys(
         [*methods().values(), *(name for sizes in apart().values() for name in sizes.values())]
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import nan
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,6 +60,10 @@ class Study:
         names = self.workloads or present or ["stdlib"]
         count = limit if self.limit is None else self.limit or None
         return [p for name in names for p in load_workload(name, count, self.options.seed, self.data)]
+
+    def first_turns(self, limit: int, workloads: Sequence[str] = ()) -> list[Prompt]:
+        """The prompts of ``prompts`` without the later turns of conversations."""
+        return [replace(prompt, turns=prompt.turns[:1]) for prompt in self.prompts(limit, workloads)]
 
     def run(
         self, methods: Sequence[str | Method], prompts: Sequence[Prompt], options: RunOptions
@@ -159,6 +163,12 @@ def model_and_machine(head: Head, records: Sequence[Record]) -> str:
         f"{records[-1]['dtype']}, on the machine above; the paper runs LLaMA-2 and CodeLlama models of 7 to 70 "
         "billion parameters in float16 on A100 and RTX 3090 cards."
     )
+
+
+def only_first_turns(records: Sequence[Record]) -> list[str]:
+    """A sentence about MT-Bench if only the first turns of its prompts were measured, else nothing."""
+    turns = {record["turn"] for record in records if record["workload"] == "mt-bench"}
+    return ["MT-Bench has two turns; here only the first turns are decoded."] if turns == {0} else []
 
 
 def pool_figures(records: Sequence[Record]) -> tuple[float, float]:
