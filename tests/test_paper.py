@@ -413,6 +413,17 @@ def test_a_command_writes_its_page_and_its_picture(name, tiny, tmp_path, monkeyp
         assert (tmp_path / "out" / f"{name}.md").read_text() == text
 
 
+def test_the_scaling_law_varies_the_window_alone_but_not_the_candidates():
+    asked = []
+    given = SimpleNamespace(options=RunOptions(), first_turns=lambda *given: [])
+    given.run = lambda methods, prompts, options: asked.extend(methods)
+    scaling_law.measure(given)
+    triples = {tuple(map(int, name.split(":")[1].split(","))) for name in asked}
+    alone = {(w, 5, 16) for w in scaling_law.WINDOWS}
+    assert triples == {(w, n, w) for w in scaling_law.WINDOWS for n in scaling_law.NGRAMS} | alone
+    assert len(asked) == 19
+
+
 @pytest.mark.parametrize("name", ["attention", "parallel"])
 def test_only_first_turns_are_decoded_where_the_page_says_so(name, tiny, tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["one two", "three"]}) + "\n")

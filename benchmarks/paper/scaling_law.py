@@ -15,7 +15,7 @@ from typing import Any
 
 from lookahead.bench.plots import COLOURS, colour, label, new_figure, powers_of_two
 from lookahead.bench.record import Record, was_busy
-from lookahead.bench.report import figures, number, plain_of
+from lookahead.bench.report import figures, markdown_table, number, plain_of
 from lookahead.core import SettingsError
 from lookahead.drafters import Lookahead
 
@@ -36,7 +36,7 @@ from .study import (
 WINDOWS = (2, 4, 8, 16, 32)
 #: Values of N.
 NGRAMS = (3, 5, 7)
-#: W while G varies, and G while W varies.
+#: G while W varies alone.
 HELD = 16
 #: N of the paper's settings (table 4).
 PAPER_N = 5
@@ -128,20 +128,15 @@ def methods() -> dict[tuple[int, int], str]:
     return {(w, n): _method(w, n, w) for n in NGRAMS for w in WINDOWS}
 
 
-def apart() -> dict[str, dict[int, str]]:
-    """Letter that varies (W or G) -> its value -> name of the method. The other one is ``HELD``; N is the paper's."""
-    return {
-        "W": {size: _method(size, PAPER_N, HELD) for size in WINDOWS},
-        "G": {size: _method(HELD, PAPER_N, size) for size in WINDOWS},
-    }
+def by_window_alone() -> dict[int, str]:
+    """Name of the method by W, with G = ``HELD`` and the paper's N."""
+    return {size: _method(size, PAPER_N, HELD) for size in WINDOWS}
 
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
-    """Measure S for every W = G and N, and for W and G separately, on the first turns of MT-Bench."""
+    """Measure S for every W = G and N, and for W alone, on the first turns of MT-Bench."""
     prompts = study.first_turns(20, ["mt-bench"])
-    names = dict.fromkeys(
-        [*methods().values(), *(name for sizes in apart().values() for name in sizes.values())]
-    )
+    names = dict.fromkeys([*methods().values(), *by_window_alone().values()])
     return study.run(list(names), prompts, replace(study.options, warm=False)), {}
 
 
@@ -175,7 +170,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
     # The tables that follow use the fit to all completions.
     points, found, drawn = next(iter(fits.values()))
     body += _doublings(found, {(w, n): s for w, n, s in points}, drawn)
-    body += _apart(records)
+    body += _window_alone(records)
     body += [
         f"One speculation at a time (equation 4) with this alpha is bounded by 1 / (1 - alpha) = "
         f"{1 / (1 - found.alpha):.2f} tokens per step, whatever its length.",
@@ -241,27 +236,20 @@ def _doublings(
     ]
 
 
-def _apart(records: Sequence[Record]) -> list[str]:
-    """S by W alone and by G alone. Empty if the records have only W = G."""
+def _window_alone(records: Sequence[Record]) -> list[str]:
+    """S by W alone. Empty if the records have only W = G."""
     measured = ratios(records)
-    sizes = apart()
-    if any(name not in measured for column in sizes.values() for name in column.values()):
+    names = by_window_alone()
+    if not set(names.values()) <= measured.keys():
         return []
-    lines = [
-        f"W and G apart, N = {PAPER_N}:",
-        "",
-        "| | " + " | ".join(str(size) for size in WINDOWS) + " |",
-        "| --- |" + " ---: |" * len(WINDOWS),
+    draws = drawn_ratios(records, list(names.values()))
+    cells = [
+        f"{measured[name]:.2f} [{'–'.join(f'{end:.2f}' for end in interval(draws[:, i]))}]"
+        for i, name in enumerate(names.values())
     ]
-    for letter, other in (("W", "G"), ("G", "W")):
-        names = list(sizes[letter].values())
-        draws = drawn_ratios(records, names)
-        cells = [
-            f"{measured[name]:.2f} [{'–'.join(f'{end:.2f}' for end in interval(draws[:, i]))}]"
-            for i, name in enumerate(names)
-        ]
-        lines.append(f"| S by {letter}, {other} = {HELD} | " + " | ".join(cells) + " |")
-    return [*lines, ""]
+    heads = ["", *map(str, names)]
+    table = markdown_table(heads, [[f"S by W, G = {HELD}", *cells]])
+    return [f"W alone, N = {PAPER_N}:", "", table, ""]
 
 
 def _by_window(
