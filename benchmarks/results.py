@@ -46,11 +46,12 @@ README, README_ZH = ROOT / "README.md", ROOT / "README.zh.md"
 PAPERS = "lookahead:15,5,15"
 METHODS = ("prompt-lookup", PAPERS, "adaptive")
 #: study -> (prompts for each prompt of the limit, minutes for one of them), on weights as the file packs them. At a
-#: limit of 8, each data set has ten prompts, the scaling law's twenty; fewer are refused by the tests of the records.
+#: limit of 8, each data set has ten prompts; studies of a single data set have twenty. Fewer are refused by the tests
+#: of the records.
 #: These and all other minutes are those of records on two cores of an EPYC with AVX512-VNNI.
 STUDY = {
-    "ablation": (1.25, 0.5),
-    "sampling-quality": (1.25, 0.5),
+    "ablation": (2.5, 0.5),
+    "sampling-quality": (2.5, 0.5),
     "attention": (1.25, 0.35),
     "end-to-end": (1.25, 0.4),
     "scaling-law": (2.5, 0.4),
@@ -63,7 +64,7 @@ STUDY_OPTIONS = dict.fromkeys(("attention", "end-to-end", "scaling-law", "parall
 FEW = ("humaneval", "gsm8k", "mt-bench")
 #: How often each prompt is decoded on the pages of packed weights.
 REPEATS = 3
-#: Drafts of llama.cpp's server on these pages, with default settings; the page llamacpp-examples has faster ones.
+#: Drafts of llama.cpp's server beside Q4_0, with default settings; the page llamacpp-examples has faster ones.
 MODES = ("ngram-mod",)
 #: The page that chooses the settings of OpenVINO's prompt lookup, which are tokens drafted and the longest n-gram.
 OPENVINO_PAGE = "bench-openvino"
@@ -350,22 +351,23 @@ def steps(given: Sources) -> list[Step]:
     if model is not None:
         plan("packed-accuracy", 3, "packed_accuracy", model, *data)
         if has_llama_cpp:
-            words = ["--types", "own", "Q4_0", "Q4_K_M", "0.5B", "1B", "--rounds", 9, "--starts", 3]
+            words = ["--types", "own", "Q4_0", "Q4_K_M", "1B", "--rounds", 9, "--starts", 3]
             plan("packed-step", 5.5, "packed_step", *words)
     # Inside a text, several sequences, exact mode, transformers and vLLM.
-    plan("dynamics", 1.7 * given.fewest, "dynamics", *data, "--limit", given.fewest)
+    prompts = max(2, 3 * limit // 8)
+    plan("dynamics", 1.7 * prompts, "dynamics", *data, "--limit", prompts)
     plan("pass-rate", 3, "pass_rate", *data)
     plan("batch-size", max(1.5, 0.4 * given.half), "batch_size", *data, "--limit", given.half)
-    plan("exact", 8.5, "exact_text")
+    plan("exact", 6.2, "exact_text", "--cost-tokens", 16)
     if model is not None:
         planned.append(_beside_transformers(given))
     if model is None or not (ROOT / VLLM).is_file():
         _left_out("vllm", why=f"it needs the default model and {VLLM}, which `make vllm` installs")
     else:
-        prompts = max(1, limit // 8)
-        words = [_exported(model), *data, "--limit", prompts, "--tokens", 64, "--clients", "1,4"]
+        prompts = max(1, limit // 4)
+        words = [_exported(model), *data, "--limit", prompts, "--tokens", 48, "--clients", "1,4"]
         words = ["-m", "benchmarks.vllm", *map(str, words), "--out", "docs/results/vllm"]
-        planned.append(Step("vllm", tuple(words), 12 + 5 * prompts, python=str(ROOT / VLLM)))
+        planned.append(Step("vllm", tuple(words), 7.5 + 3.75 * prompts, python=str(ROOT / VLLM)))
     # The paper's results and trained drafters, which take long.
     for name, (share, minutes) in STUDY.items():
         prompts = max(1, int(share * limit))
@@ -423,7 +425,7 @@ def _packed(given: Sources) -> list[Step]:
             files = [file, *([_converted(model, "IQ4_NL")] if kind == "Q4_0" and has_llama_cpp else [])]
         if files and given.llamacpp_bin is not None:
             methods += [f"{LLAMA_SERVER}:{path}" for path in files]
-            methods += [f"{LLAMA_SERVER}:{file}:{mode}" for mode in MODES]
+            methods += [f"{LLAMA_SERVER}:{file}:{mode}" for mode in MODES if kind == "Q4_0"]
         elif files:
             methods += [f"llamacpp-greedy:{path}" for path in files]
             for path in files if has_llama_cpp else ():

@@ -46,6 +46,7 @@ from lookahead.core import Request, SettingsError, decode
 from lookahead.drafters import Lookahead, Plain
 from lookahead.testing import FakeTarget, repetitive_text, tiny_model
 from test_bench_results import Words, clipped_texts
+from test_results import TWENTY
 
 pytest.importorskip("matplotlib")
 
@@ -260,7 +261,7 @@ def test_committed_records_are_whole(path):
         same = record.get("tokens_hash") == plain[*key, record["options"]["temperature"]]["tokens_hash"]
         assert record["equal"] in (None, same)
         assert not {"text", "tokens", "reference"} & record.keys()
-    enough = 20 if name_of(path) in ("scaling-law", "bench-packed") else 10
+    enough = 20 if name_of(path) in TWENTY else 10
     for workload in {record["workload"] for record in records}:
         # Side-by-side pages decode each prompt three times, to give the range over runs.
         decoded = {(r["prompt"], r["repeat"]) for r in records if r["workload"] == workload}
