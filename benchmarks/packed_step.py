@@ -55,10 +55,10 @@ STARTS = {
     THEIRS: "import llama_cpp; model = llama_cpp.Llama({file!r}, n_threads={threads}, verbose=False); "
     "model('The capital of France is', max_tokens=8, temperature=0)",
 }
-#: Prints the resident set and its peak in MB at the end of the code before it.
+#: Prints the resident set and its peak in MB at the end of the code before it. Linux gives them in KiB.
 MEMORY = (
     "; lines = dict(line.split(':', 1) for line in open('/proc/self/status')); "
-    "print([int(lines[name].split()[0]) / 1000 for name in ('VmRSS', 'VmHWM')])"
+    "print([int(lines[name].split()[0]) * 1024 / 1e6 for name in ('VmRSS', 'VmHWM')])"
 )
 LOADED = {
     OURS: "import lookahead; llm = lookahead.load({file!r}); "

@@ -12,6 +12,8 @@ from typing import Any
 from lookahead.bench.record import describe, was_busy
 from lookahead.cli.bench import command_line
 
+from .quiet import processor
+
 #: Letters of measured pages, and what they stand for.
 LETTERS = {
     "S": "tokens per step, the bonus token included",
@@ -58,7 +60,7 @@ def write_page(
     where = describe(record)
     about = f"{where}. {was_busy([dict(record)])}".strip()
     text = spelled_out("\n".join([f"# {title}", "", f"`{command}`", "", about, "", *body, ""]))
-    facts = {"command": command, "where": where, "figures": figures, **more}
+    facts = {"command": command, "where": where, "processor": processor(), "figures": figures, **more}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     out.with_suffix(".md").write_text(text, encoding="utf-8")

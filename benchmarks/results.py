@@ -4,10 +4,10 @@
     python -m benchmarks.results --data DIR --only bench-packed    only pages with this prefix
     python -m benchmarks.results --readme        the README's figures from the committed pages alone
 
-A page made by the same command from the same code (src, see ``USED_BY``) is not made again, and records survive an
-interrupt, so the same command continues, also after pages have been committed. Peers are llama-cpp-python and
-openvino-genai, on conversions of the model's file by convert_gguf.py, llama.cpp's own programs, if --llamacpp-bin
-names their folder, and vLLM, if `make vllm` has installed it.
+A page made by the same command on the same processor from the same code (see ``Step.sources``) is not made again, and
+records survive an interrupt, so the same command continues, also after pages have been committed. Peers are
+llama-cpp-python and openvino-genai, on conversions of the model's file by convert_gguf.py, llama.cpp's own programs,
+if --llamacpp-bin names their folder, and vLLM, if `make vllm` has installed it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lookahead.bench import Records
-from lookahead.bench.record import commit
+from lookahead.bench.record import commit, describe_machine, machine
 from lookahead.bench.report import markdown_table, page_of
 from lookahead.cli.bench import command_line
 from lookahead.core import SettingsError
@@ -110,8 +110,20 @@ USED_BY = {
         _STARTS,
     ),
 }
-#: A Python with vLLM and this package.
-VLLM = "build/vllm-0.32.0/bin/python"
+#: Files of benchmarks/ from which a page is made, besides its own program: for every page, and by program.
+FOR_ALL = ("page.py", "datasets.py")
+FOR_SOME = {
+    "side_by_side": ("peers.py", "gguf_peer.py", "llamacpp.py", "llamacpp_server.py", "openvino.py"),
+    "paper": ("paper/*",),
+    "dynamics": ("batch_size.py",),
+    "packed_step": ("step.py",),
+    "llamacpp_examples": ("serve.py",),
+    "vllm": ("vllm_run.py", "chain_s.py"),
+    "trained": ("drafters/*", "peers.py", "rows.py"),
+}
+#: A folder with a Python that has vLLM and this package; the file that `make vllm` writes last is in it.
+VLLM = Path("build/vllm-0.32.0")
+VLLM_READY = VLLM / ".ready"
 #: The page whose table is in the README.
 IN_README = "bench-packed"
 #: Beginnings of the names of other libraries' methods.
@@ -189,7 +201,7 @@ class Step:
         return RESULTS / f"{self.name}.json"
 
     def is_done(self) -> bool:
-        """Whether the page was made by this command from this code."""
+        """Whether the page was made by this command on this machine from this code."""
         if not self.page.is_file():
             return False
         facts = json.loads(self.page.read_text())
@@ -200,9 +212,21 @@ class Step:
         words = self.chosen()
         command = command_line(list(words[2:]), f"python -m {words[1]}")
         made = re.search(r"commit ([^,]+),", facts["where"])
-        makers = {self.name, words[1].removeprefix("benchmarks.")}
-        unused = [files for files, users in USED_BY.items() if not makers & set(users)]
-        return facts["command"] == command and made is not None and same_code(made[1], commit(), unused)
+        here = facts["where"].startswith(describe_machine(machine()) + ",")
+        if facts["command"] != command or not here or facts.get("processor") != processor():
+            return False
+        return made is not None and same_code(made[1], commit(), self.sources())
+
+    def sources(self) -> list[str]:
+        """The code from which the page is made, as git's patterns: the library and programs of benchmarks/.
+
+        Library code that only other pages use is left out, and so are the modules of other studies.
+        """
+        program = self.words[1].removeprefix("benchmarks.")
+        unused = [files for files, users in USED_BY.items() if not {self.name, program} & set(users)]
+        unused += [f"benchmarks/paper/{name.replace('-', '_')}.py" for name in STUDY if name != self.name]
+        programs = (f"{program}.py", *FOR_ALL, *FOR_SOME.get(program, ()))
+        return ["src", *(f"benchmarks/{file}" for file in programs), *(f":!{files}" for files in unused)]
 
     def chosen(self) -> tuple[str, ...]:
         """The words with the fastest prompt lookup of OpenVINO, which is known once its page is there."""
@@ -238,16 +262,18 @@ def fastest_lookup() -> str:
     return max(found, key=lambda setting: found[setting], default=LOOKUPS[-1])
 
 
-def same_code(one: str, other: str, unused: Sequence[str] = ()) -> bool:
-    """Whether two commits have the same library code, but for the ``unused`` files.
+def same_code(one: str, other: str, files: Sequence[str]) -> bool:
+    """Whether two commits have the same files.
 
-    A plus sign stands for changes that are not committed.
+    Args:
+        one, other: commits; a plus sign stands for changes that are not committed.
+        files: git's patterns.
     """
     if one == other:
         return True
     if "+" in one + other:
         return False
-    command = ["git", "diff", "--quiet", one, other, "--", "src", *(f":!{path}" for path in unused)]
+    command = ["git", "diff", "--quiet", one, other, "--", *files]
     return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
 
 
@@ -255,6 +281,7 @@ def side_by_side(name: str) -> tuple[str, str]:
     """A page of methods side by side from its committed records: Markdown, and its figures as JSON."""
     head, records = committed.read(RESULTS / "records" / f"{name}.jsonl.gz")
     text, facts = page_of(records, head["command"])
+    facts |= {name: head[name] for name in ("processor",) if name in head}
     title = f"Methods side by side, {name.removeprefix('bench-')}"
     if "software" in head:
         load = load_text(record.get("load") for record in records)
@@ -361,13 +388,15 @@ def steps(given: Sources) -> list[Step]:
     plan("exact", 6.2, "exact_text", "--cost-tokens", 16)
     if model is not None:
         planned.append(_beside_transformers(given))
-    if model is None or not (ROOT / VLLM).is_file():
-        _left_out("vllm", why=f"it needs the default model and {VLLM}, which `make vllm` installs")
+    if model is None or not (ROOT / VLLM_READY).is_file():
+        _left_out("vllm", why=f"it needs the default model and {VLLM}, which `make vllm` makes")
     else:
         prompts = max(1, limit // 4)
         words = [_exported(model), *data, "--limit", prompts, "--tokens", 48, "--clients", "1,4"]
         words = ["-m", "benchmarks.vllm", *map(str, words), "--out", "docs/results/vllm"]
-        planned.append(Step("vllm", tuple(words), 7.5 + 3.75 * prompts, python=str(ROOT / VLLM)))
+        planned.append(
+            Step("vllm", tuple(words), 7.5 + 3.75 * prompts, python=str(ROOT / VLLM / "bin" / "python"))
+        )
     # The paper's results and trained drafters, which take long.
     for name, (share, minutes) in STUDY.items():
         prompts = max(1, int(share * limit))
@@ -619,7 +648,7 @@ def main(words: Sequence[str] | None = None) -> int | str:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, help="folder of data sets by name")
-    parser.add_argument("--limit", type=int, default=10, help="prompts of each data set")
+    parser.add_argument("--limit", type=int, default=8, help="prompts of each data set")
     parser.add_argument(
         "--only", default="", metavar="NAME", help="pages whose names begin so, without the demo"
     )
@@ -674,8 +703,10 @@ def measure(given: Sources, only: str = "") -> list[str]:
         flush=True,
     )
     failed = []
-    for number, step in enumerate(todo, 1):
-        print(f"{number}/{len(todo)} {step.name}: about {step.minutes:.0f} minutes", flush=True)
+    for number, step in enumerate(planned, 1):
+        if step.is_done():  # asked again, because a page before it may have changed its words
+            continue
+        print(f"{number}/{len(planned)} {step.name}: about {step.minutes:.0f} minutes", flush=True)
         start = perf_counter()
         try:
             require_quiet()

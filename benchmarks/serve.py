@@ -331,7 +331,7 @@ def write_page(rounds: Sequence[Round], other: Other | None, threads: int, out: 
     text = "\n\n".join(["# The server under load", f"`{command}`", *filter(None, notes), table(rounds)])
     out.mkdir(parents=True, exist_ok=True)
     (out / "serve.md").write_text(f"{text}\n", encoding="utf-8")
-    facts = {"command": command, "where": where, "busy": busy, "figures": records}
+    facts = {"command": command, "where": where, "processor": processor(), "busy": busy, "figures": records}
     (out / "serve.json").write_text(json.dumps(finite(facts), indent=1) + "\n", encoding="utf-8")
 
 

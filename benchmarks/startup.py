@@ -67,7 +67,7 @@ def spent(command: Sequence[str], environment: Mapping[str, str] | None = None) 
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SettingsError(f"{' '.join(command[:3])} ended with status {process.returncode}")
-    return perf_counter() - begin, used.ru_maxrss / 1024  # Linux counts KiB
+    return perf_counter() - begin, used.ru_maxrss * 1024 / 1e6  # Linux counts KiB
 
 
 def measure(

@@ -97,6 +97,13 @@ def test_the_tables_of_a_page_are_those_of_its_figures(name):
         assert line in text, f"{name}.md must have: {line}"
 
 
+def test_memory_is_given_in_mb(capsys):
+    """Linux counts KiB."""
+    status = ["VmHWM:\t 2000 kB", "VmRSS:\t 1000 kB"]
+    exec("pass" + packed_step.MEMORY, {"open": lambda path: status})
+    assert packed_step.eval_numbers(capsys.readouterr().out) == [1.024, 2.048]
+
+
 def test_every_page_is_recounted():
     """From its records (tests/test_paper.py) or here."""
     pages = {path.stem for path in RESULTS.glob("*.json")}

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -122,6 +123,12 @@ def test_pages_quote_what_the_committed_figures_say():
         assert sentence in text, f"docs/{page}.md must say: {sentence}"
 
 
+def made_here():
+    """The fields of a page's JSON that say on which machine and at which commit it was made."""
+    where = f"{results.describe_machine(results.machine())}, commit {results.commit()}, a model"
+    return {"where": where, "processor": results.processor()}
+
+
 @pytest.fixture
 def plan(tmp_path, monkeypatch, capsys):
     """A function that plans for given packages and model, making nothing: (pages by name, printed output)."""
@@ -147,7 +154,7 @@ EVERY_PAGE += ["packed-accuracy", "packed-step", *OTHERS, "bench-bf16", "vllm", 
 
 
 def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
-    for weights in (*results.TRAINED, "build/text", results.VLLM):
+    for weights in (*results.TRAINED, "build/text", results.VLLM_READY):
         (tmp_path / weights).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / weights).touch()
     pages, printed = plan(["llama_cpp", "openvino_genai"], llamacpp_bin=tmp_path / "bin")
@@ -209,7 +216,9 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
         "trained: left out; build/medusa.safetensors and build/eagle.safetensors and build/text must"
         in printed
     )
-    assert "vllm: left out; it needs the default model and build/vllm-0.32.0/bin/python" in printed
+    assert (
+        "vllm: left out; it needs the default model and build/vllm-0.32.0, which `make vllm` makes" in printed
+    )
     pages, printed = plan()
     assert [name for name in pages if "packed" in name] == [
         "bench-packed",
@@ -235,12 +244,36 @@ def test_a_page_is_made_once_by_a_commit_and_command(plan, tmp_path):
     assert not step.is_done()
     command = "python -m benchmarks.paper parallel --data data --limit 12 --max-new-tokens 64"
     command += " --records build/results/parallel"
-    facts = {"command": command, "where": f"a machine, commit {results.commit()}, a model"}
+    facts = {"command": command, **made_here()}
     step.page.write_text(json.dumps(facts))
     assert step.is_done()
     assert not plan(limit=1)[0]["parallel"].is_done()
-    step.page.write_text(json.dumps(facts | {"where": "a machine, commit 0123456789ab, a model"}))
-    assert not step.is_done()
+    for other in (
+        {"where": facts["where"].replace(results.commit(), "0123456789ab")},
+        {"where": f"Abacus 7, commit {results.commit()}, a model"},
+        {"processor": "cpu family: 7"},
+    ):
+        step.page.write_text(json.dumps(facts | other))
+        assert not step.is_done(), other
+    del facts["processor"]
+    step.page.write_text(json.dumps(facts))
+    assert not step.is_done(), "it may be a page of another machine"
+
+
+def test_a_page_depends_on_its_own_programs_and_not_on_those_of_others(plan, tmp_path):
+    for weights in (*results.TRAINED, "build/text", results.VLLM_READY):
+        (tmp_path / weights).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / weights).touch()
+    pages, _ = plan(["llama_cpp", "openvino_genai"], llamacpp_bin=tmp_path / "bin")
+    used = {name: step.sources() for name, step in pages.items()}
+    assert {"src", "benchmarks/rows.py", "benchmarks/page.py", "benchmarks/datasets.py"} <= set(used["rows"])
+    assert not {"benchmarks/serve.py", "benchmarks/paper/*"} & set(used["rows"])
+    assert {"benchmarks/paper/*", ":!benchmarks/paper/ablation.py"} <= set(used["scaling-law"])
+    assert ":!benchmarks/paper/scaling_law.py" not in used["scaling-law"]
+    folder = Path(__file__).parent.parent
+    for name, patterns in used.items():
+        files = [pattern.removeprefix(":!") for pattern in patterns if pattern != "benchmarks/paper.py"]
+        assert all(any(folder.glob(pattern)) for pattern in files), name
 
 
 def test_a_commit_of_pages_alone_needs_no_new_measurement(tmp_path, monkeypatch):
@@ -264,13 +297,14 @@ def test_a_commit_of_pages_alone_needs_no_new_measurement(tmp_path, monkeypatch)
         commits.append(git("rev-parse", "--short=12", "HEAD"))
     monkeypatch.setattr(results, "ROOT", tmp_path)
     code, page, changed = commits
-    assert results.same_code(code, page)
-    assert not results.same_code(page, changed)
-    assert not results.same_code(code, f"{page}+"), "changes that are not committed"
-    assert results.same_code(f"{page}+", f"{page}+")
-    assert not results.same_code("version 0.1.0", page)
-    assert results.same_code(page, changed, unused=["src/co*"])
-    assert not results.same_code(page, changed, unused=["src/other.py"])
+    assert results.same_code(code, page, ["src"])
+    assert not results.same_code(page, changed, ["src"])
+    assert not results.same_code(code, f"{page}+", ["src"]), "changes that are not committed"
+    assert results.same_code(f"{page}+", f"{page}+", ["src"])
+    assert not results.same_code("version 0.1.0", page, ["src"])
+    assert results.same_code(page, changed, ["src", ":!src/co*"])
+    assert not results.same_code(page, changed, ["src", ":!src/other.py"])
+    assert not results.same_code(code, page, ["src", "docs/pa*", "none.py"])
 
 
 def test_the_fastest_prompt_lookup_of_openvino_goes_beside_ours(plan, tmp_path):
@@ -283,8 +317,7 @@ def test_the_fastest_prompt_lookup_of_openvino_goes_beside_ours(plan, tmp_path):
     assert "openvino-lookup:build/results/SmolLM2.Q4_0.gguf:5,3" in step.chosen()[-3]
     words = step.chosen()
     command = results.command_line(list(words[2:]), f"python -m {words[1]}")
-    facts = {"command": command, "where": f"a machine, commit {results.commit()}, a model", "figures": []}
-    step.page.write_text(json.dumps(facts))
+    step.page.write_text(json.dumps({"command": command, **made_here(), "figures": []}))
     assert step.is_done()
     totals["openvino-lookup:x.Q4_0.gguf:10,3"] = {"total": 2.0}
     (tmp_path / "bench-openvino.json").write_text(json.dumps({"overall": totals}))
@@ -347,16 +380,16 @@ def test_the_only_commands_that_pages_run_are_generate_and_serve():
 
 def test_a_change_of_the_server_concerns_the_page_of_the_server_alone(plan, monkeypatch):
     seen = {}
-    monkeypatch.setattr(results, "same_code", lambda one, other, unused: seen.setdefault("unused", unused))
+    monkeypatch.setattr(results, "same_code", lambda one, other, files: seen.setdefault("files", files))
     for name, needs in (("serve", True), ("rows", False)):
         step = plan()[0][name]
         words = step.chosen()
         command = results.command_line(list(words[2:]), f"python -m {words[1]}")
-        step.page.write_text(json.dumps({"command": command, "where": "x, commit abc, y", "figures": []}))
+        step.page.write_text(json.dumps({"command": command, **made_here(), "figures": []}))
         seen.clear()
         step.is_done()
-        assert ("src/lookahead/server/*" not in seen["unused"]) == needs
-        assert "src/lookahead/parallel/*" in seen["unused"]
+        assert (":!src/lookahead/server/*" not in seen["files"]) == needs
+        assert ":!src/lookahead/parallel/*" in seen["files"]
 
 
 def test_a_failed_peer_says_why_in_the_readme(tmp_path, monkeypatch):
@@ -496,7 +529,7 @@ def test_what_ends_a_run_is_one_line_and_the_next_run_makes_the_rest(
             raise ends
         made.append(step.name)
         facts = {"command": results.command_line(list(step.words[2:]), f"python -m {step.words[1]}")}
-        step.page.write_text(json.dumps(facts | {"where": f"a machine, commit {results.commit()}, a model"}))
+        step.page.write_text(json.dumps(facts | made_here()))
 
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(results, "steps", lambda given: planned)
@@ -513,6 +546,37 @@ def test_what_ends_a_run_is_one_line_and_the_next_run_makes_the_rest(
     stops.clear()
     assert results.program(words) == 0
     assert made == ["dynamics", "serve", "step"], "finished pages are not made again"
+
+
+def test_a_page_whose_words_change_during_the_run_is_made_again(tmp_path, monkeypatch):
+    """The page of OpenVINO GenAI chooses the prompt lookup on the README's page."""
+    made = []
+    planned = [results.Step(name, ("-m", f"benchmarks.{name}"), 1) for name in ("first", "second")]
+    monkeypatch.setattr(results, "steps", lambda given: planned)
+    monkeypatch.setattr(results.Step, "run", lambda step: made.append(step.name))
+    monkeypatch.setattr(results.Step, "is_done", lambda step: step.name == "second" and not made)
+    monkeypatch.setattr(results, "require_quiet", lambda: None)
+    assert results.measure(results.Sources(tmp_path, 1)) == []
+    assert made == ["first", "second"]
+
+
+def test_make_results_measures_without_the_peers_that_cannot_be_installed(tmp_path):
+    """Runs the Makefile with a Python that prints its words and installs nothing."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(results.ROOT / name, tmp_path)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    python = tmp_path / ".venv/bin/python"
+    python.write_text('#!/bin/sh\n[ "$2" != pip ] && echo "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / ".venv/.ready").touch()
+    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    words = ["make", "results", "PYTHON=false", "DATA=here"]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("peers", "vllm"):
+        line = f"make {name} failed (build/{name}.log); the pages that need it are left out\n"
+        assert done.stdout.count(line) == 1
+    assert done.stdout.endswith("\n-m benchmarks.results --data here --limit 8\n")
 
 
 @pytest.mark.parametrize(
@@ -569,7 +633,7 @@ def test_a_method_of_vllm_that_fails_is_named_and_the_rest_of_the_page_is_made(t
 def test_a_page_with_a_failed_peer_is_made_again(plan):
     step = plan()[0]["rows"]
     command = results.command_line(list(step.words[2:]), f"python -m {step.words[1]}")
-    facts = {"command": command, "where": f"a machine, commit {results.commit()}, a model", "figures": []}
+    facts = {"command": command, **made_here(), "figures": []}
     step.page.write_text(json.dumps(facts))
     assert step.is_done()
     step.page.write_text(json.dumps(facts | {"failed": {"suffix": "no package"}}))

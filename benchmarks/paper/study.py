@@ -19,6 +19,7 @@ from lookahead.records import finite
 from ..datasets import find_file, load_workload
 from ..page import spelled_out
 from ..peers import make_methods
+from ..quiet import processor
 from .committed import Head
 
 #: Settings that fill the pool from the window alone, as in the paper's algorithm.
@@ -79,7 +80,8 @@ class Study:
             command: the command line.
             measured: measurements made once for the whole page.
         """
-        return {"command": command, "parameters": self.model.parameter_count, **measured}
+        about = {"command": command, "processor": processor(), "parameters": self.model.parameter_count}
+        return about | measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,9 @@ def page_text(name: str, head: Head, records: Sequence[Record], page: Page) -> s
 def page_facts(head: Head, records: Sequence[Record], page: Page) -> str:
     """The page's results as JSON."""
     table = [line.facts() for line in summarise(records).lines] if page.facts is None else page.facts
-    facts = {"command": head["command"], "where": describe(records[-1]), "figures": finite(table)}
+    facts = {"command": head["command"], "where": describe(records[-1])}
+    facts |= {name: head[name] for name in ("processor",) if name in head}  # earlier records do not have it
+    facts["figures"] = finite(table)
     return json.dumps(facts, indent=1) + "\n"
 
 

@@ -160,15 +160,24 @@ class Records:
             writer.write(record | {"checksum": checksum_of(record)})
 
 
+def describe_machine(host: Mapping[str, Any]) -> str:
+    """Processor or GPU, cores and instruction sets, with which the line of ``describe`` begins.
+
+    Args:
+        host: the result of ``machine``.
+    """
+    name = host.get("gpu") or f"{host['processor']}, {host['cores']} cores"
+    return ", ".join(filter(None, [name, " ".join(host["instructions"])]))
+
+
 def describe(record: Mapping[str, Any]) -> str:
     """One line about where and with which versions a record was made."""
-    host, threads = record["machine"], record["threads"]
+    threads = record["threads"]
     path = f" on the {record['path']} path" if record.get("path") else ""
     parts = [
-        host.get("gpu") or f"{host['processor']}, {host['cores']} cores",
-        " ".join(host["instructions"]),
+        describe_machine(record["machine"]),
         f"{threads} thread{'s' if threads > 1 else ''}",
         *(f"{name} {record[name]}" for name in ("torch", "transformers", "commit")),
         f"{record['model']} in {record['dtype']}{path}",
     ]
-    return ", ".join(filter(None, parts))
+    return ", ".join(parts)
