@@ -257,10 +257,11 @@ def main() -> None:
     lines = [saved[key] for key, _, _ in jobs]
     name = Path(given.model or "SmolLM2-135M-Instruct").name
     both = {"model": f"{name} and a 0.5B shape", "dtype": f"{given.dtype}, cost also in float32"}
-    both["load"] = max(line["load"] for line in lines)
+    loads = [line["load"] for line in lines]
+    both["load"] = max(loads)
     require_one_origin(line | both for line in lines)
     title = "Exact mode: texts that differ, and what it costs"
-    write_page(given.out, title, lines[0] | both | {"path": "transformers"}, lines, body(lines))
+    write_page(given.out, title, lines[0] | both | {"path": "transformers"}, lines, body(lines), loads)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ from .datasets import load_workload
 from .llamacpp_build import build_of
 from .page import write_page
 from .paper import committed
-from .quiet import load_text, processor
 from .serve import running
 
 #: What we measure on llama.cpp. The triple is the one compiled into llama-lookahead.
@@ -294,8 +293,7 @@ def main(words: Sequence[str] | None = None) -> None:
     committed.write(path, head, records)
     _, records = committed.read(path)  # with the rounded times, from which the page can be computed again
     figures = tables(records)
-    loads = load_text(record["load"] for record in records)
-    body = [ABOUT, "", f"llama.cpp: {software}. Processor: {processor()}. {loads}", ""]
+    body = [ABOUT, "", f"llama.cpp: {software}.", ""]
     for name, rows in figures.items():
         count = len({record["prompt"] for record in records if record["workload"] == name})
         body += [
@@ -304,8 +302,10 @@ def main(words: Sequence[str] | None = None) -> None:
             markdown_table(HEADS, rows),
             "",
         ]
-    shown = records[-1] | {"load": max(record["load"] for record in records)}
-    write_page(arguments.out, "On llama.cpp: our drafters beside its own examples", shown, figures, body)
+    loads = [record["load"] for record in records]
+    shown = records[-1] | {"load": max(loads)}
+    title = "On llama.cpp: our drafters beside its own examples"
+    write_page(arguments.out, title, shown, figures, body, loads)
 
 
 if __name__ == "__main__":

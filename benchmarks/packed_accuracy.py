@@ -10,6 +10,7 @@ file if llama-cpp-python is installed. KL is the divergence of a distribution fr
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -154,6 +155,7 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"\r{done}/{len(texts)} texts", end="", file=sys.stderr, flush=True)
 
     # Compare them, and write the page.
+    loads = [os.getloadavg()[0]]
     figures = compare(evaluators, texts, progress)
     count = sum(map(len, texts))
     columns = ["", "mean KL", "median KL", "largest KL", "top-1 agreement", "perplexity"]
@@ -175,7 +177,7 @@ def main(words: Sequence[str] | None = None) -> int:
         markdown_table(columns, rows),
     ]
     record = facts | {"model": file.name, "dtype": packed.dtype, "path": "cpu"}
-    print(write_page(given.out, "What text packed weights give", record, figures, body, tokens=count))
+    print(write_page(given.out, "What text packed weights give", record, figures, body, loads, tokens=count))
     return 0
 
 

@@ -38,7 +38,6 @@ from lookahead.core import TokenTree
 
 from .convert_gguf import convert
 from .page import write_page
-from .quiet import load_text, processor
 from .step import SHAPES, read_bandwidth, sample_tree
 
 OWN = "own"
@@ -301,7 +300,7 @@ def main() -> None:
         "Packed files: start, memory and steps beside llama.cpp",
         record,
         lines,
-        [*page(lines), "", f"{peer()} Processor: {processor()}. {load_text([load, os.getloadavg()[0]])}"],
+        [*page(lines), "", peer()],
     )
 
 

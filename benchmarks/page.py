@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lookahead.bench.record import describe, was_busy
 from lookahead.cli.bench import command_line
 
-from .quiet import processor
+from .quiet import machine_text, processor
 
 #: Letters of measured pages, and what they stand for.
 LETTERS = {
@@ -43,9 +44,15 @@ def spelled_out(page: str) -> str:
 
 
 def write_page(
-    out: Path, title: str, record: Mapping[str, Any], figures: Any, body: Sequence[str], **more: Any
+    out: Path,
+    title: str,
+    record: Mapping[str, Any],
+    figures: Any,
+    body: Sequence[str],
+    loads: Iterable[float | None] | None = None,
+    **more: Any,
 ) -> str:
-    """Write ``out``.md and ``out``.json. Returns the page.
+    """Write ``out``.md and ``out``.json, with the processor and the load averages. Returns the page.
 
     Args:
         out: path without suffix.
@@ -53,12 +60,15 @@ def write_page(
         record: machine and versions as in ``bench.record.environment``, with ``model`` and ``dtype``.
         figures: the field "figures" of the JSON.
         body: lines of the page below the command and the machine.
+        loads: load averages of the measurements; None for that of the record and the one now.
         more: further fields of the JSON.
     """
     program = f"python -m benchmarks.{Path(sys.argv[0]).stem}"
     command = command_line(sys.argv[1:], program)
     where = describe(record)
-    about = f"{where}. {was_busy([dict(record)])}".strip()
+    loads = [record.get("load"), os.getloadavg()[0]] if loads is None else loads
+    sentences = [f"{where}.", machine_text(processor(), loads), was_busy([dict(record)])]
+    about = " ".join(filter(None, sentences))
     text = spelled_out("\n".join([f"# {title}", "", f"`{command}`", "", about, "", *body, ""]))
     facts = {"command": command, "where": where, "processor": processor(), "figures": figures, **more}
     out.parent.mkdir(parents=True, exist_ok=True)

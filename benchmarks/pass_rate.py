@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import resource
 import shutil
@@ -138,6 +139,7 @@ def main() -> None:
     lines = (args.data / "humaneval" / "HumanEval.jsonl").read_text(encoding="utf-8").splitlines()
     problems = [json.loads(line) for line in lines][: args.limit or None]
     llm = lookahead.load(args.model)
+    loads = [os.getloadavg()[0]]
     record = {**environment(), "model": llm.name, "path": llm.path, "dtype": llm.dtype}
     found = measure(llm, problems, args.drafters.split(";"), args.max_new_tokens)
     body = [
@@ -148,7 +150,7 @@ def main() -> None:
         table(found),
     ]
     figures = [{**own, "tokens": None, "equal": own["tokens"] == found[0]["tokens"]} for own in found]
-    print(write_page(args.out, "HumanEval's pass rate with and without drafts", record, figures, body))
+    print(write_page(args.out, "HumanEval's pass rate with and without drafts", record, figures, body, loads))
 
 
 if __name__ == "__main__":

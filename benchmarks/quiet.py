@@ -29,6 +29,16 @@ def load_text(loads: Iterable[float | None]) -> str:
     return f"Load average: {min(known):.1f} to {max(known):.1f}." if known else ""
 
 
+def machine_text(processor: str, loads: Iterable[float | None]) -> str:
+    """The processor and the load averages of measurements as sentences; empty if both are unknown.
+
+    Args:
+        processor: the result of ``processor`` where they were made, or "".
+        loads: load averages; None where it is unknown.
+    """
+    return " ".join(filter(None, [f"Processor: {processor}." if processor else "", load_text(loads)]))
+
+
 def used_by_others(seconds: float = 2.0) -> float:
     """Average number of cores used by other programs; 0 if unknown."""
     if not STAT.is_file():

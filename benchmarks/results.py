@@ -38,7 +38,7 @@ from .convert_gguf import BY_LLAMA_CPP, convert, export
 from .datasets import SETS
 from .llamacpp_server import LLAMA_SERVER
 from .paper import committed
-from .quiet import load_text, processor, require_quiet
+from .quiet import machine_text, processor, require_quiet
 
 ROOT = Path(__file__).parent.parent
 RESULTS, RECORDS = ROOT / "docs" / "results", ROOT / "build" / "results"
@@ -284,8 +284,8 @@ def side_by_side(name: str) -> tuple[str, str]:
     facts |= {name: head[name] for name in ("processor",) if name in head}
     title = f"Methods side by side, {name.removeprefix('bench-')}"
     if "software" in head:
-        load = load_text(record.get("load") for record in records)
-        text += "\n" + f"{head['software']} Processor: {head['processor']}. {load}".strip() + "\n"
+        about = machine_text(head["processor"], (record.get("load") for record in records))
+        text += "\n" + f"{head['software']} {about}".strip() + "\n"
     origin = f"Every figure of this page is computed from [its records](records/{name}.jsonl.gz)."
     page = f"# {title}\n\n{text}\n{origin}\n\n![{figure_text(facts)}]({name}.svg)\n"
     return page, json.dumps(facts, indent=1) + "\n"

@@ -40,7 +40,7 @@ from lookahead.records import finite
 
 from .datasets import load_workload
 from .llamacpp_build import build_of
-from .quiet import load_text, processor
+from .quiet import machine_text, processor
 
 #: Tokens of a slot of llama.cpp's server: the prompts have at most some hundred tokens.
 CONTEXT = 1024
@@ -325,7 +325,7 @@ def write_page(rounds: Sequence[Round], other: Other | None, threads: int, out: 
         "over requests, tokens/s is the total of all clients. All methods have the same number of rounds, and their "
         "order alternates.",
         f"{other.name}: {other.about}; it rounds differently, so its texts may differ." if other else "",
-        f"Processor: {processor()}. {load_text(record['load'] for record in records)}",
+        machine_text(processor(), (record["load"] for record in records)),
         busy,
     ]
     text = "\n\n".join(["# The server under load", f"`{command}`", *filter(None, notes), table(rounds)])

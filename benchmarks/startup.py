@@ -28,7 +28,7 @@ from lookahead.core import SettingsError
 
 from .llamacpp_build import build_of
 from .page import write_page
-from .quiet import load_text, processor, require_quiet
+from .quiet import require_quiet
 
 PROMPT = "Name the months of the year."
 #: Tokens emitted for the largest resident set.
@@ -126,7 +126,7 @@ def main() -> None:
     model = Path(folder) / file
     require_quiet()
     record: dict[str, Any] = {**environment(), "model": model.name, "dtype": "its own weights", "path": "cpu"}
-    load = os.getloadavg()[0]
+    loads = [os.getloadavg()[0]]
     found = measure(model, args.bin, args.model or model, args.rounds)
     shown = cells(found)
     rows = [
@@ -141,7 +141,6 @@ def main() -> None:
         "",
         markdown_table(["", "start", "memory", "first use"], rows),
     ]
-    body += ["", f"Processor: {processor()}. {load_text([load])}"]
     if args.bin is not None:
         body += [
             "",
@@ -149,7 +148,7 @@ def main() -> None:
         ]
     if args.model is not None:
         body += ["", f"llama.cpp's file is {args.model.name}."]
-    print(write_page(args.out, "Start-up, memory and first use", record, found, body))
+    print(write_page(args.out, "Start-up, memory and first use", record, found, body, loads))
 
 
 if __name__ == "__main__":

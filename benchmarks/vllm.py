@@ -34,7 +34,6 @@ from lookahead.drafters.adaptive.settings import SOURCES
 from .chain_s import table
 from .datasets import SETS, load_workload
 from .page import write_page
-from .quiet import load_text, processor
 from .vllm_run import RESULT
 
 PLAIN, NGRAM, OURS = "plain", "ngram", "ours"
@@ -195,8 +194,6 @@ def main(words: Sequence[str] | None = None) -> None:
         *page(chosen),
         *(f"- {name} failed: {reason}" for name, reason in failed.items()),
         "",
-        f"Processor: {processor()}. {load_text(each['load'] for each in chosen)}",
-        "",
         "## The same prompts on this library's own engine",
         "",
         "Every step drafts, one text at a time; each line takes away something that vLLM's interface does not allow.",
@@ -211,7 +208,8 @@ def main(words: Sequence[str] | None = None) -> None:
         ),
         "",
     ]
-    print(write_page(arguments.out, "Drafting on vLLM", record, figures, body, failed=failed))
+    loads = [each["load"] for each in chosen]
+    print(write_page(arguments.out, "Drafting on vLLM", record, figures, body, loads, failed=failed))
 
 
 if __name__ == "__main__":

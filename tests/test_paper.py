@@ -38,6 +38,7 @@ from benchmarks.paper.sampling_quality import (
 from benchmarks.paper.scaling_law import compression_ratio, expected_tokens, expected_tokens_batched, fit
 from benchmarks.paper.study import Study
 from benchmarks.paper.variants import VariantDrafter
+from benchmarks.quiet import processor
 from lookahead import LLM
 from lookahead.bench import ModelUnderTest, RunOptions
 from lookahead.bench import plots as plotting
@@ -395,6 +396,7 @@ def test_a_command_writes_its_page_and_its_picture(name, tiny, tmp_path, monkeyp
         "commit",
         "tiny in float32",
         "What differs from the paper",
+        f"Processor: {processor()}. Load average: ",
         f"({name}.svg)",
     ):
         assert part in text, part

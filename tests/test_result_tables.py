@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import batch_size, dynamics, exact_text, packed_step, rows, startup
+from benchmarks import batch_size, dynamics, exact_text, packed_step, page, rows, startup
+from benchmarks.quiet import processor
+from lookahead.bench.record import environment
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
@@ -95,6 +97,15 @@ def test_the_tables_of_a_page_are_those_of_its_figures(name):
     assert len(lines) >= 2
     for line in lines:
         assert line in text, f"{name}.md must have: {line}"
+
+
+def test_a_page_shows_the_processor_and_the_load(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (3.25, 0.0, 0.0))
+    record = environment() | {"model": "tiny", "dtype": "float32"}
+    for loads, shown in (([1.0, 2.0, None], "1.0 to 2.0"), (None, "0.5 to 3.2")):
+        text = page.write_page(tmp_path / "x", "Title", record | {"load": 0.5}, {}, ["body"], loads)
+        assert f"in float32. Processor: {processor()}. Load average: {shown}.\n" in text
+        assert json.loads((tmp_path / "x.json").read_text())["processor"] == processor()
 
 
 def test_memory_is_given_in_mb(capsys):

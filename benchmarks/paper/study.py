@@ -19,7 +19,7 @@ from lookahead.records import finite
 from ..datasets import find_file, load_workload
 from ..page import spelled_out
 from ..peers import make_methods
-from ..quiet import processor
+from ..quiet import machine_text, processor
 from .committed import Head
 
 #: Settings that fill the pool from the window alone, as in the paper's algorithm.
@@ -132,7 +132,9 @@ def where_and_size(head: Head, records: Sequence[Record]) -> str:
 def page_text(name: str, head: Head, records: Sequence[Record], page: Page) -> str:
     """The page as Markdown."""
     summary = summarise(records)
-    lines = [f"# {page.title}", "", f"`{head['command']}`", "", where_and_size(head, records), ""]
+    about = machine_text(head.get("processor", ""), (record.get("load") for record in records))
+    lines = [f"# {page.title}", "", f"`{head['command']}`", ""]
+    lines += [" ".join(filter(None, [where_and_size(head, records), about])), ""]
     lines += [f"Every figure of this page is computed from [its records](records/{name}.jsonl.gz).", ""]
     if page.draw is not None:
         lines += [f"![{page.alt or page.title}]({name}.svg)", ""]
