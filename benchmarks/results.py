@@ -144,10 +144,13 @@ NAMES = {
 #: Words of the README's block -> those of README.zh.md; names of data sets, machines and software stay as they are
 CHINESE = {
     r"Prompts of each set: (\d+)\. ": r"每个数据集的提示词数：\1。",
+    r'Prompts of each set: (\d+), decoded in (\d+) runs; "runs" is the range of "times plain" over them\. ': (
+        r"每个数据集的提示词数：\1，各运行 \2 次；“各次运行”是相对普通解码的倍数在各次运行中的范围。"
+    ),
     r"(\d+) cores, (.*?), (\d+) threads": r"\1 核, \2, \3 线程",
     r" in ([\w +]+) on the (\S+) path": r", 权重 \1, \2 路径",
     r" \(\[the page\]\((.*?)\)\)\.": r"（[结果页](\1)）。",
-    r"\| times plain \(95 %\) \|": "| 相对普通解码 (95 %) |",
+    r"\| times plain \(95 %\) \| runs \|": "| 相对普通解码 (95 %) | 各次运行 |",
     r"Of (\d+) sequences, (\d+) took over 1.02 times as long as plain decoding with the default, (\d+) over "
     r"1.1 times, the worst ([\d.]+)\.": r"\1 个序列中，默认方法有 \2 个用时超过普通解码的 1.02 倍，"
     r"\3 个超过 1.1 倍，最慢 \4。",
@@ -527,7 +530,10 @@ def _evaluates(file: Path) -> bool:
 
 
 def speeds(facts: dict[str, Any]) -> str:
-    """The README's table: tokens per second by method and data set; speed-up, S and equality over all of them."""
+    """The README's table: tokens per second by method and data set, then figures over all of them.
+
+    These are the speed-up with its 95 % interval over prompts, its range over runs, S and equality.
+    """
     lines = facts["figures"]
     sets = list(dict.fromkeys(line["workload"] for line in lines))
     rows = []
@@ -544,10 +550,13 @@ def speeds(facts: dict[str, Any]) -> str:
         times = "–" if total["total"] is None else f"{total['total']:.2f}"
         if total["low"] is not None and method != "plain":
             times += f" ({total['low']:.2f}–{total['high']:.2f})"
+        runs = "–"
+        if total["total_low"] is not None and method != "plain":
+            runs = f"{total['total_low']:.2f}–{total['total_high']:.2f}"
         failed = next((line["failed"] for line in lines if line["method"] == method and "failed" in line), "")
         s = "–" if total["s_steps"] is None else f"{total['s_steps']:.2f}"
-        rows.append([name, *rates, times, s, f"{equal} of {compared}" if compared else failed or "–"])
-    return markdown_table(["tokens/s", *sets, "times plain (95 %)", "S", "equal"], rows)
+        rows.append([name, *rates, times, runs, s, f"{equal} of {compared}" if compared else failed or "–"])
+    return markdown_table(["tokens/s", *sets, "times plain (95 %)", "runs", "S", "equal"], rows)
 
 
 def slower(facts: dict[str, Any]) -> str:
@@ -611,6 +620,17 @@ def behind(found: dict[str, Any]) -> str:
     )
 
 
+def _size(command: str) -> str:
+    """A sentence with the numbers of prompts and of runs that a command has; "" without them."""
+    prompts, runs = (re.search(rf"--{option} (\d+)", command) for option in ("limit", "repeats"))
+    if prompts is None:
+        return ""
+    if runs is None:
+        return f"Prompts of each set: {prompts[1]}. "
+    range_of = '"runs" is the range of "times plain" over them'
+    return f"Prompts of each set: {prompts[1]}, decoded in {runs[1]} runs; {range_of}. "
+
+
 def readme(text: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
     """The README with figures from the pages; a block without a page stays as it is.
 
@@ -623,9 +643,7 @@ def readme(text: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
     if page.is_file():
         facts = json.loads(page.read_text())
         where = f"{facts['where']} ([the page](docs/results/{IN_README}.md)). {facts['busy']}".strip()
-        prompts = re.search(r"--limit (\d+)", facts["command"])
-        size = f"Prompts of each set: {prompts[1]}. " if prompts else ""
-        blocks["speeds"] = f"{size}{where}\n\n{speeds(facts)}\n\n{slower(facts)}"
+        blocks["speeds"] = f"{_size(facts['command'])}{where}\n\n{speeds(facts)}\n\n{slower(facts)}"
         page = RESULTS / "llamacpp-examples.json"
         native = any(line["method"].startswith(LLAMA_SERVER) for line in facts["figures"])
         if page.is_file():

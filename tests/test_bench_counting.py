@@ -1,6 +1,7 @@
 """The benchmark's counting, equality checks and resume, on a target of known compression ratio."""
 
 import json
+import math
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -84,6 +85,23 @@ def test_a_summary_counts_slower_sequences_and_those_of_plain_decoding_itself():
     assert (ours.all.timed, ours.all.slower, ours.all.much_slower) == (3, 2, 1)
     assert ours.all.worst == pytest.approx(1.5)
     assert ours.all.low < ours.all.total < ours.all.high
+
+
+def test_a_summary_gives_the_range_of_the_speed_up_over_runs():
+    """A slow machine during one run slows both sides, so each run is compared with its own plain decoding."""
+    records = run(
+        ["prompt-lookup"], [CYCLE * 2, CYCLE * 3], cycling(), RunOptions(max_new_tokens=34, repeats=3)
+    )
+    for record in records:
+        ours = record["method"] != "plain"
+        record["decode_seconds"] = (1.0, 4.0, 2.0)[record["repeat"]] * (0.5 if ours else 1.0)
+        if ours and record["repeat"] == 1:
+            record["decode_seconds"] = 3.0
+    plain, ours = summarise(records).lines
+    assert (ours.all.total_low, ours.all.total_high) == (pytest.approx(4 / 3), pytest.approx(2.0))
+    assert (plain.all.total_low, plain.all.total_high) == (1.0, 1.0)
+    once = [record for record in records if record["repeat"] == 0]
+    assert math.isnan(summarise(once).lines[1].all.total_low), "one run has no range"
 
 
 def test_warm_state_begins_anew_with_every_repeat():

@@ -59,17 +59,25 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
             "total": 1.0,
             "low": 1.0,
             "high": 1.0,
+            "total_low": 1.0,
+            "total_high": 1.0,
             "slower": 1,
             "much_slower": 0,
             "worst": 1.04,
             "s_steps": 1.0,
         },
-        "openvino-lookup:SmolLM2.BF16.gguf": {"total": 0.53, "low": None, "high": None, "s_steps": 1.5},
+        "openvino-lookup:SmolLM2.BF16.gguf": {
+            **dict.fromkeys(("low", "high", "total_low", "total_high")),
+            "total": 0.53,
+            "s_steps": 1.5,
+        },
         "adaptive": {
             "s_steps": 1.71,
             "total": 1.63,
             "low": 1.5,
             "high": 1.71,
+            "total_low": 1.6,
+            "total_high": 1.655,
             "timed": 4,
             "slower": 2,
             "much_slower": 1,
@@ -77,7 +85,7 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
         },
     }
     facts = {
-        "command": "bench --limit 2",
+        "command": "bench --limit 2 --repeats 3",
         "where": "a machine",
         "busy": "",
         "figures": figures,
@@ -85,8 +93,15 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
     }
     (tmp_path / f"{results.IN_README}.json").write_text(json.dumps(facts))
     text = results.readme(TEXT)
-    assert "| ours, adaptive, the default | 160 | 151 | 1.63 (1.50–1.71) | 1.71 | 3 of 4 |" in text
-    assert "| OpenVINO GenAI prompt lookup, BF16 | 56 | 44 | 0.53 | 1.50 | – |" in text
+    assert (
+        'Prompts of each set: 2, decoded in 3 runs; "runs" is the range of "times plain" over them. ' in text
+    )
+    assert "| times plain (95 %) | runs | S |" in text
+    assert "| ours, plain decoding | 100 | 90 | 1.00 | – | 1.00 |" in text
+    assert (
+        "| ours, adaptive, the default | 160 | 151 | 1.63 (1.50–1.71) | 1.60–1.66 | 1.71 | 3 of 4 |" in text
+    )
+    assert "| OpenVINO GenAI prompt lookup, BF16 | 56 | 44 | 0.53 | – | 1.50 | – |" in text
     assert (
         "Of 4 sequences, 2 took over 1.02 times as long as plain decoding with the default, 1 over 1.1"
         in text
@@ -398,11 +413,11 @@ def test_a_failed_peer_says_why_in_the_readme(tmp_path, monkeypatch):
         line("code", "llamacpp-greedy:SmolLM2.Q4_0.gguf", None, None, 0, 0)
         | {"failed": "RuntimeError: no memory"},
     ]
-    none = {"total": None, "low": None, "high": None, "s_steps": None}
-    plain = {"total": 1.0, "low": 1.0, "high": 1.0, "s_steps": 1.0}
+    names = ("total", "low", "high", "total_low", "total_high", "s_steps")
+    none, plain = (dict.fromkeys(names, value) for value in (None, 1.0))
     overall = {"plain": plain, "llamacpp-greedy:SmolLM2.Q4_0.gguf": none}
     table = results.speeds({"figures": lines, "overall": overall})
-    assert table.endswith("\n| llama.cpp, Q4_0 | – | – | – | RuntimeError: no memory |")
+    assert table.endswith("\n| llama.cpp, Q4_0 | – | – | – | – | RuntimeError: no memory |")
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ Definitions, the same for every method:
     rate        tokens after the prefill, divided by the seconds of the steps
     speed-up    rate divided by that of plain decoding, from totals
     95 %        interval of the speed-up: resampled prompts (bootstrap), each with all its turns and repeats
+    runs        range of the speed-up over repeats, each from its own totals
     S           tokens per step, the mean over all steps (equation 6 of the paper; the bonus token counts)
     slower      sequences that took over 1.02 and over 1.1 times as long as plain decoding, and the longest, in the
                 first repeat; plain decoding's own second repeat shows the noise
@@ -46,6 +47,8 @@ class Figures:
     total: float = NAN  # speed-up of totals
     low: float = NAN  # its 95 % interval over prompts
     high: float = NAN
+    total_low: float = NAN  # speed-up of the repeat in which it is smallest; NaN without a second repeat
+    total_high: float = NAN  # of the one in which it is largest
     s_steps: float = NAN  # compression ratio S
     rows: float = NAN  # per step
     equal: int = 0  # completions equal to plain decoding
@@ -127,15 +130,18 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
     pairs = [(ours, theirs) for ours, theirs in pairs if theirs["steps"]]
     compared = [record["equal"] for record in records if record["equal"] is not None]
     low, high = interval(pairs)
+    total_low, total_high = over_repeats(pairs)
     times = _times(records, plain)
     return Figures(
         texts=len(records),
         rate=median(rates),
         rate_low=min(rates),
         rate_high=max(rates),
-        total=_rate([pair[0] for pair in pairs]) / _rate([pair[1] for pair in pairs]),
+        total=_speed_up(pairs),
         low=low,
         high=high,
+        total_low=total_low,
+        total_high=total_high,
         s_steps=_tokens_of_steps(records) / steps,
         rows=NAN
         if any(record["rows"] is None for record in records)
@@ -147,6 +153,24 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
         much_slower=sum(time > 1.1 for time in times),
         worst=max(times, default=NAN),
     )
+
+
+def _speed_up(pairs: Sequence[tuple[Record, Record]]) -> float:
+    """The speed-up of totals over (record, plain decoding's record); NaN without pairs."""
+    ours, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
+    return _rate(ours) / _rate(theirs)
+
+
+def over_repeats(pairs: Sequence[tuple[Record, Record]]) -> tuple[float, float]:
+    """The smallest and the largest speed-up of a repeat over (record, plain decoding's record of the same repeat).
+
+    NaN without a second repeat.
+    """
+    repeats: dict[int, list[tuple[Record, Record]]] = defaultdict(list)
+    for pair in pairs:
+        repeats[pair[0]["repeat"]].append(pair)
+    each = [_speed_up(some) for some in repeats.values()]
+    return (min(each), max(each)) if len(each) > 1 else (NAN, NAN)
 
 
 def interval(pairs: Sequence[tuple[Record, Record]]) -> tuple[float, float]:
