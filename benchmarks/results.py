@@ -2,7 +2,7 @@
 
     python -m benchmarks.results --data DIR      hours on 2 quiet cores (it prints how many); --limit 1 for a trial
     python -m benchmarks.results --data DIR --only bench-packed    only pages with this prefix
-    python -m benchmarks.results --readme        the README's figures from the committed pages alone
+    python -m benchmarks.results --readme        the README's figures and the lists of pages from what is committed
 
 A page made by the same command on the same processor from the same code (see ``Step.sources``) is not made again, and
 records survive an interrupt, so the same command continues, also after pages have been committed. Peers are
@@ -33,7 +33,7 @@ from lookahead.bench.report import markdown_table, page_of
 from lookahead.cli.bench import command_line
 from lookahead.core import SettingsError
 
-from . import startup
+from . import listed, startup
 from .convert_gguf import BY_LLAMA_CPP, convert, export
 from .datasets import SETS
 from .llamacpp_server import LLAMA_SERVER
@@ -677,7 +677,9 @@ def main(words: Sequence[str] | None = None) -> int | str:
         default=Sources.text,
         help="the model's own output, for the page of trained drafters",
     )
-    parser.add_argument("--readme", action="store_true", help="write the README's figures only")
+    parser.add_argument(
+        "--readme", action="store_true", help="measure nothing; write figures and lists of pages"
+    )
     given = parser.parse_args(words)
     failed: list[str] = []
     if not given.readme:
@@ -700,6 +702,7 @@ def main(words: Sequence[str] | None = None) -> int | str:
         page.with_suffix(".json").write_text(facts, encoding="utf-8")
     README.write_text(readme(README.read_text()))
     README_ZH.write_text(readme(README_ZH.read_text(), CHINESE))
+    listed.write()
     return f"error: {' and '.join(failed)} failed; the same command continues" if failed else 0
 
 

@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import batch_size, dynamics, exact_text, packed_step, page, rows, startup
+from benchmarks import batch_size, dynamics, exact_text, packed_step, page, rows, startup, trained
 from benchmarks.quiet import processor
 from lookahead.bench.record import environment
 
@@ -84,12 +85,20 @@ def of_vllm(facts):
         yield f" | {tokens / seconds:.1f} | {1000 * line['step']:.0f} | "
 
 
+def of_trained(facts):
+    lines = facts["figures"]
+    methods, numbers = (list(dict.fromkeys(line[key] for line in lines)) for key in ("method", "rows"))
+    given = SimpleNamespace(new_tokens=lines[0]["new_tokens"], prompts=lines[0]["prompts"])
+    given.methods, given.rows = methods, numbers
+    yield from trained.body(lines, given)
+
+
 MAKERS = {
     name.removeprefix("of_").replace("_", "-"): make for name, make in globals().items() if name[:3] == "of_"
 }
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", [name for name in MAKERS if (RESULTS / f"{name}.json").is_file()])
 def test_the_tables_of_a_page_are_those_of_its_figures(name):
     text = (RESULTS / f"{name}.md").read_text()
     found = "\n".join(MAKERS[name](json.loads((RESULTS / f"{name}.json").read_text()))).splitlines()

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import adaptive_run, adaptive_s, results
+from benchmarks import adaptive_run, adaptive_s, listed, results
 from lookahead.bench import ModelUnderTest, Records, RunOptions, run
 from lookahead.bench.report import page_of, write_report
 from lookahead.core import SettingsError
@@ -42,6 +42,36 @@ def test_the_chinese_block_is_the_english_one_in_other_words():
 def line(workload, method, rate, s, equal=2, compared=2):
     figures = {"rate": rate, "s_steps": s, "equal": equal, "compared": compared}
     return {"workload": workload, "method": method, "state": "", "all": figures}
+
+
+@pytest.mark.parametrize("path", listed.TABLES, ids=lambda path: path.parent.name)
+def test_the_lists_of_pages_are_those_of_the_folder(path):
+    text = path.read_text()
+    assert listed.with_table(path, text) == text, "run python -m benchmarks.results --readme"
+    text = listed.NAVIGATION.read_text()
+    assert listed.with_entries(text) == text, "run python -m benchmarks.results --readme"
+
+
+def test_a_page_that_is_made_is_listed_and_one_that_is_removed_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(listed, "RESULTS", tmp_path / "docs/results")
+    listed.RESULTS.mkdir(parents=True)
+    for name in ("soak", "bench-bf16", "ablation"):
+        (listed.RESULTS / f"{name}.md").write_text(f"# Page {name}\n\ntext\n")
+    where = "A CPU, 2 cores, avx2, 2 threads, torch 2, transformers 5, commit 0123456789ab, a model in bf16"
+    (listed.RESULTS / "bench-bf16.json").write_text(json.dumps({"where": where}))
+    page = tmp_path / "docs/zh/x.md"
+    monkeypatch.setattr(listed, "TABLES", {page: ("a", "b", "c")})
+    text = listed.with_table(page, "<!-- measured: pages -->\nold\n<!-- end -->\n")
+    first, second, third = text.splitlines()[3:-1]
+    assert first == "| [Page ablation](../results/ablation.md) | – | – |"
+    assert second == "| [Page bench-bf16](../results/bench-bf16.md) | A CPU, 2 cores, avx2 | 0123456789ab |"
+    assert third.startswith("| [Page soak]")
+    with pytest.raises(SystemExit, match=r"x\.md must have one block"):
+        listed.with_table(page, "")
+    navigation = listed.NAVIGATION.read_text()
+    entries = listed.ENTRY.findall(listed.with_entries(navigation))
+    assert entries == ["ablation", "soak", "bench-bf16"]
+    assert listed.with_entries(navigation).endswith("bf16.md\n" + navigation.rpartition("soak.md\n")[2])
 
 
 def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch):
@@ -553,6 +583,7 @@ def test_what_ends_a_run_is_one_line_and_the_next_run_makes_the_rest(
     monkeypatch.setattr(results, "require_quiet", lambda: None)
     monkeypatch.setattr(results, "README", tmp_path / "README.md")
     monkeypatch.setattr(results, "README_ZH", tmp_path / "README.zh.md")
+    monkeypatch.setattr(results.listed, "write", lambda: None)
     results.README.write_text(TEXT)
     results.README_ZH.write_text(CHINESE)
     words = ["--data", str(tmp_path)]
