@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
+from math import ceil
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -68,10 +70,11 @@ def test_a_page_that_is_made_is_listed_and_one_that_is_removed_is_not(tmp_path, 
     assert third.startswith("| [Page soak]")
     with pytest.raises(SystemExit, match=r"x\.md must have one block"):
         listed.with_table(page, "")
-    navigation = listed.NAVIGATION.read_text()
-    entries = listed.ENTRY.findall(listed.with_entries(navigation))
-    assert entries == ["ablation", "soak", "bench-bf16"]
-    assert listed.with_entries(navigation).endswith("bf16.md\n" + navigation.rpartition("soak.md\n")[2])
+    before, after = (
+        "  - Results:\n" + "".join(f"      - results/{name}.md\n" for name in names) + "  - Project: [x.md]\n"
+        for names in (("vllm", "soak", "ablation"), ("soak", "ablation", "bench-bf16"))
+    )
+    assert listed.with_entries(before) == after
 
 
 def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch):
@@ -148,8 +151,12 @@ def test_no_measured_number_stands_outside_the_blocks(text):
     assert not re.findall(r"(?<![\w-])\d+\.\d+|\d+ ?%|\d+ (?:times|tokens?|ms|s|倍|毫秒)\b", text)
 
 
+def facts_of(page):
+    return json.loads((results.RESULTS / f"{page}.json").read_text())
+
+
 def figures_of(page):
-    return json.loads((results.RESULTS / f"{page}.json").read_text())["figures"]
+    return facts_of(page)["figures"]
 
 
 def quotes():
@@ -160,6 +167,37 @@ def quotes():
         "cpu",
         f"mean KL divergence {far}, top-1 agreement {packed['top1']:.4f} against {theirs['top1']:.4f}",
     )
+    yield "cpu", f"larger, {packed['kl_largest']:.3f} against {theirs['kl_largest']:.3f} ("
+    yield "cpu", f"at {facts_of('packed-accuracy')['tokens']:,} positions of"
+    steps = {line["type"]: line for line in figures_of("packed-step")}
+    own, large = steps["own"], steps["1B"]
+    yield "cpu", f"({own['file_mb']:.0f} MB) uses {own['memory']['ours'][0]:.0f} MB after"
+    first = median(figures_of("startup")["ours"]["first use"])
+    yield (
+        "cpu",
+        f"takes {own['start']['ours']:.1f} s with AVX512-VNNI, and [{first:.0f} s](results/startup.md)",
+    )
+    one, four = ([large["t"][rows][name] for name in ("ours", "llama.cpp")] for rows in ("1", "4"))
+    floors = " and ".join(f"{time / large['floor']:.2f}" for time in one)
+    yield "cpu", f"{one[0]:.1f} and {one[1]:.1f} ms, {floors} times the reading of the weights."
+    yield "cpu", f"Four rows take {four[0]:.1f} and {four[1]:.1f} ms"
+    again = [line["recomputed"] for line in figures_of("parallel") if line["ranks"] > 1]
+    yield "parallel", f"[{min(again):.1f} to {max(again):.1f} rows per rank and step](results/parallel.md)"
+    yield from quotes_of_vllm()
+
+
+def quotes_of_vllm():
+    """Yield the sentences of docs/engines.md about vLLM's own methods; a test of the tables recounts its tables."""
+    lines = {(line["method"], line["clients"]): line for line in figures_of("vllm")}
+    always, suffix = (lines[name, 1]["all"] for name in ("ours, always drafting", "suffix"))
+    yield (
+        "engines",
+        f'of "always drafting": {always:.2f} with one client, against {suffix:.2f} for vLLM\'s suffix decoding',
+    )
+    rates = {run: line["decoding"][0] / line["decoding"][1] for run, line in lines.items()}
+    drafted = {run: rate for run, rate in rates.items() if not run[0].startswith("plain")}
+    gain = max(rate / rates["plain", clients] for (_, clients), rate in drafted.items())
+    yield "engines", f"no method gains more than {ceil(100 * (gain - 1))} %."
 
 
 def test_pages_quote_what_the_committed_figures_say():
