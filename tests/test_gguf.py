@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 
 import gguf
 import pytest
@@ -155,11 +156,32 @@ def test_transformers_is_as_it_was_afterwards(plain):
 def test_another_version_of_transformers_may_lack_what_is_replaced(plain, monkeypatch):
     from transformers import modeling_gguf_pytorch_utils as theirs
 
-    for name in ("tqdm", "_gguf_parse_value"):
-        monkeypatch.delattr(theirs, name)
+    monkeypatch.delattr(theirs, "tqdm")
     with ours.GGUFCheckpoint(plain).reading():
         assert not hasattr(theirs, "tqdm")
-    assert not hasattr(theirs, "_gguf_parse_value")
+    assert not hasattr(theirs, "tqdm")
+
+
+def test_a_second_thread_waits_so_that_all_is_restored(plain):
+    from transformers.utils import logging
+
+    entered = threading.Event()
+    leave = threading.Event()
+
+    def read():
+        with ours.GGUFCheckpoint(plain).reading():
+            entered.set()
+            leave.wait(10)
+
+    before = gguf.GGUFReader, gguf.get_tensor_name_map, logging.get_verbosity()
+    second = threading.Thread(target=read)
+    with ours.GGUFCheckpoint(plain).reading():
+        second.start()
+        assert not entered.wait(0.05)
+    assert entered.wait(10)
+    leave.set()
+    second.join()
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map, logging.get_verbosity()) == before
 
 
 def test_metadata_is_what_transformers_reads_without_us(plain):
