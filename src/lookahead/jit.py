@@ -1,33 +1,31 @@
-"""Compiles functions with numba, and keeps their machine code on disk. No other module does either.
+"""Compiles functions with numba and caches the machine code on disk. No other module does this.
 
     @compiled               a function that other compiled functions call
-    @entry                  a function that Python calls; numba takes its types from the arguments of a call
+    @entry                  a function that Python calls; numba infers the types from the arguments of a call
     MachineCode(f, n)       a function of n 64-bit integers, called by its address
-    pack, unpack_as(T)      pass a named tuple of many arrays as the addresses of all of them
-    compile_ahead(f)        calls f in another process, which leaves the machine code on disk
+    pack, unpack_as(T)      pass a named tuple of many arrays as one array of their addresses
+    compile_ahead(f)        calls f in another process, to cache the machine code on disk
 
-The functions are plain Python, and can be read and debugged as such: ``NUMBA_DISABLE_JIT=1`` in the environment
-leaves them uncompiled, with the same results.
+The functions are plain Python, and can be read and debugged as such: with ``NUMBA_DISABLE_JIT=1`` in the environment
+they run uncompiled, with the same results.
 
-What is not numba's public interface is used here only, and .github/workflows/numba.yml tests it with the oldest and
-the newest version of the range in pyproject.toml:
+Only this module uses numba's internals; .github/workflows/numba.yml tests them with the oldest and the newest version
+that pyproject.toml allows:
 
-- ``FunctionCache._index_key``, and the attribute ``_cache`` of a dispatcher and of a ``CFunc``: ``cache=True`` cannot
-  say that other files belong to the key
-- the class ``CFunc``, because ``numba.cfunc`` compiles at once, without that cache
+- ``FunctionCache._index_key``, and the attribute ``_cache`` of a dispatcher and of a ``CFunc``, because the key that
+  ``cache=True`` uses cannot include other files
+- the class ``CFunc``, because ``numba.cfunc`` compiles immediately, without that cache
 - the option ``_nrt``
 - ``JITCodeLibrary``, the code of one function: numba optimizes a function alone and again in each caller, here once
 - ``CompilerBase`` and ``DefaultPassBuilder``, to give a function that library; ``AttributeTemplate``, for the type of
   packed fields
 
-Numba's own cache on disk takes code as new if the file of the function has not changed. These functions call others,
-in other files and by closures. So here the key of a function's code has a digest of all files of its part of the
-library.
+Numba's disk cache treats code as current while the function's own file is unchanged. Ours call functions in other
+files, directly and through closures, so the key includes a digest of every file of the function's package.
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 import platform
@@ -63,27 +61,27 @@ from numba.extending import (
 from numba.np.arrayobj import populate_array
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-#: An integer as in compiled code. In uncompiled code it widens fields of records, so that sums do not overflow.
+#: A 64-bit integer, as in compiled code. In uncompiled code it widens fields of records, so sums do not overflow.
 int64 = cast(Callable[[Any], int], np.int64)
-#: Division as in numpy. No function here makes an array, so none needs numba's reference counting, which would take
-#: ten times as long as the computation for a node. Nobody calls these functions from C, and the code for that would
-#: take a tenth of the compilation time.
+#: Division as in numpy. No function here creates an array, so none needs numba's reference counting, which would take
+#: ten times as long as the computation for a node. These functions are never called from C; skipping the wrapper
+#: saves 10 % of compile time.
 _OPTIONS = {"error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
-#: What a process prints when it compiles for longer than ``PATIENCE``.
+#: Message printed when a process compiles for longer than ``PATIENCE``.
 MESSAGE = (
     "lookahead: compiling for this processor takes about 15 seconds; later starts load the code from disk"
 )
-#: Seconds of compilation, or of waiting for it, after which a line says what is going on.
+#: Seconds of compilation, or of waiting for it, after which the message is printed.
 PATIENCE = 1.0
-#: The longest wait for another process, in seconds; the compilation takes less even on a slow machine.
+#: The longest wait for another process, in seconds. Compilation takes less even on a slow machine.
 LONGEST = 120.0
 
 
 class _Part(JITCodeLibrary):  # type: ignore[misc]  # numba has no types
     """The code of a function that only compiled functions call.
 
-    It becomes a part of theirs and is optimized there. numba would also optimize it here, and make machine code of it
-    that nothing calls: a quarter of all compilation time.
+    It is linked into its callers and optimized there. Numba would also optimize and emit it here, unused; skipping
+    that saves a quarter of compile time.
     """
 
     def _optimize_functions(self, module: Any) -> None:
@@ -103,11 +101,11 @@ class _Part(JITCodeLibrary):  # type: ignore[misc]  # numba has no types
         return self
 
     def set_env(self, name: str, environment: Any) -> None:
-        """Nothing: there is no machine code that could refer to the environment."""
+        """Do nothing: no machine code here refers to the environment."""
 
 
 class _PartCompiler(CompilerBase):  # type: ignore[misc]
-    """numba's compiler, with a ``_Part`` for the code."""
+    """Numba's compiler, which puts the code into a ``_Part``."""
 
     def define_pipelines(self) -> Any:
         state = self.state
@@ -118,14 +116,14 @@ class _PartCompiler(CompilerBase):  # type: ignore[misc]
 def compiled(
     function: Function, variant: str = "", *, inline: bool = False, fastmath: bool | set[str] = False
 ) -> Function:
-    """A function that other compiled functions call. It must not create arrays or return views.
+    """Compile a function that other compiled functions call. It must not create arrays or return views.
 
-    It is returned as it is: Python runs it uncompiled, and numba emits no code with which Python could call it.
+    Returns the function unchanged: Python runs it uncompiled, and numba emits no wrapper for calls from Python.
 
     Args:
-        variant: tells functions apart that differ only in what they close over. The linker identifies functions by
+        variant: distinguishes functions that differ only in their closures. The linker identifies functions by
             their name and the types of their arguments.
-        inline: whether the function becomes a part of every caller, so that its vectors stay in registers.
+        inline: whether the function is inlined into every caller, so that its vectors stay in registers.
         fastmath: LLVM's flags for floating-point operations.
     """
     function.__qualname__ += variant
@@ -136,23 +134,23 @@ def compiled(
 
 
 def entry(function: Function, variant: str = "", *, nogil: bool = False) -> Function:
-    """A function that Python calls. Its machine code is cached on disk if there is a writable folder.
+    """Compile a function that Python calls. Its machine code is cached on disk if there is a writable folder.
 
     Args:
         variant: see ``compiled``.
-        nogil: whether other threads of Python run during a call.
+        nogil: whether a call releases the GIL.
     """
     function.__qualname__ += variant
     result = numba.njit(**_OPTIONS, nogil=nogil)(function)
-    if result is not function:  # if the JIT is off, it is the function
+    if result is not function:  # with the JIT off, numba returns the function itself
         _keep_on_disk(result, function)
     return cast(Function, result)
 
 
 class MachineCode:
-    """A function of 64-bit integers that returns nothing, compiled or loaded from disk, and its address.
+    """A function of 64-bit integers that returns nothing, compiled or loaded from disk, with its address.
 
-    The address is valid as long as this object exists.
+    The address is valid while this object exists.
 
     Args:
         arguments: the number of arguments.
@@ -164,13 +162,7 @@ class MachineCode:
         signature = (types.int64,) * arguments, types.void
         self._code = CFunc(function, signature, {}, {"error_model": "numpy", "_nrt": False})
         _keep_on_disk(self._code, function)
-        collects = gc.isenabled()
-        gc.disable()  # it would take a tenth of the compilation time
-        try:
-            self._code.compile()
-        finally:
-            if collects:
-                gc.enable()
+        self._code.compile()
         address: Any = self._code.address
         self.address: int = address
 
@@ -178,11 +170,11 @@ class MachineCode:
 def pack(arrays: Any) -> Any:
     """The addresses, shapes and strides of all arrays of a named tuple, and its integers, for ``unpack_as``.
 
-    To pass 50 arrays one by one takes numba 7 us, and 50 us after a forward pass has emptied the CPU's cache; to pass
-    one takes a tenth. The caller keeps the arrays alive. With the JIT off, this is the named tuple.
+    Passing 50 arrays separately costs 7 us, or 50 us with cold caches; passing one costs a tenth. The caller must
+    keep the arrays alive. With the JIT off, this returns the named tuple.
 
     Raises:
-        TypeError: an array is not of the kind that its field declares.
+        TypeError: an array does not have the dtype, dimensions or layout that its field declares.
     """
     if numba.config.DISABLE_JIT:
         return arrays
@@ -207,10 +199,10 @@ def pack(arrays: Any) -> Any:
 
 
 def unpack_as(kind: type) -> Any:
-    """Make the function of compiled code that turns what ``pack`` returned into the named tuple again.
+    """Make the function that compiled code calls to view the result of ``pack`` as the named tuple again.
 
-    It is passed on as an address, from which each use of a field reads. By value, 50 arrays would be 400 arguments
-    of each function that takes them, and as many instructions.
+    Functions pass the address on, and each field access loads from it. By value, 50 arrays would be 400 arguments per
+    function.
     """
     if numba.config.DISABLE_JIT:
         return lambda packed: packed
@@ -226,11 +218,11 @@ def unpack_as(kind: type) -> Any:
 
 
 class _Fields(types.Type):  # type: ignore[misc]  # numba has no types
-    """A packed named tuple in compiled code: the address of its words.
+    """The type of a packed named tuple in compiled code; its value is the address of the words.
 
     Attributes:
         fields: field -> (its type, the number of words before it).
-        size: its number of words.
+        size: the number of words.
     """
 
     def __init__(self, kind: type) -> None:
@@ -265,13 +257,13 @@ def _emit_field(context: Any, builder: Any, fields: Any, address: Any, name: str
 
 
 def _emit_read(context: Any, builder: Any, kind: Any, address: Any) -> Any:
-    """Write the instructions that read a value from its words."""
+    """Emit the instructions that load a value from its words."""
     numbers = count()
 
     def word() -> Any:
         place = builder.gep(address, [context.get_constant(types.intp, next(numbers))])
         loaded = builder.load(place)
-        # No compiled code writes the words, so one load is enough, wherever the value is used.
+        # No compiled code writes the words, so LLVM may reuse one load for all uses of the value.
         loaded.set_metadata("invariant.load", builder.module.add_metadata([]))
         return loaded
 
@@ -298,7 +290,7 @@ def _emit_read(context: Any, builder: Any, kind: Any, address: Any) -> Any:
 def _kind_of(kind: Any) -> Any:
     """Numba's type for an annotation: a named tuple, a tuple, ``int``, or an array.
 
-    An array is ``Annotated[Any, dtype, dimensions]``, with "strided" at the end if it may be a view with gaps.
+    An array is ``Annotated[Any, dtype, dimensions]``, followed by "strided" if it may be a view with gaps.
     """
     if get_origin(kind) is tuple:
         return types.Tuple([_kind_of(each) for each in get_args(kind)])
@@ -320,10 +312,10 @@ def _size_of(kind: Any) -> int:
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
-    """Numba's cache on disk, with a key that knows the text of other files."""
+    """Numba's disk cache, whose key also covers other source files."""
 
     def _index_key(self, signature: Any, codegen: Any) -> Any:
-        return signature, codegen.magic_tuple(), _text_with(self._py_func.__code__.co_filename)
+        return signature, codegen.magic_tuple(), _digest_for(self._py_func.__code__.co_filename)
 
 
 def _keep_on_disk(code: Any, function: Callable[..., Any]) -> None:
@@ -332,8 +324,11 @@ def _keep_on_disk(code: Any, function: Callable[..., Any]) -> None:
 
 
 @cache
-def _text_with(file: str) -> str:
-    """A digest of ``draws`` and of the files of a part of the library: drafters/adaptive, targets/cpu, or a file."""
+def _digest_for(file: str) -> str:
+    """A digest of the sources that a function in this file may call.
+
+    They are ``jit``, ``draws`` and the files of its package (drafters/adaptive or targets/cpu), or the file itself.
+    """
     library = Path(__file__).parent
     digest = hashlib.sha256(Path(__file__).read_bytes() + Path(__file__).with_name("draws.py").read_bytes())
     path = Path(file)
@@ -345,10 +340,12 @@ def _text_with(file: str) -> str:
 
 
 class _Compilation(event.Listener):  # type: ignore[misc]
-    """Adds up the seconds of compilation in this process, and prints one line when it takes long."""
+    """Adds up the seconds of compilation in this process, and prints one line if it takes long."""
 
     def __init__(self) -> None:
-        self._depth, self._begin, self._seconds = 0, 0.0, 0.0
+        self._depth = 0
+        self._begin = 0.0
+        self._seconds = 0.0
         self._said = False
 
     def on_start(self, _: Any) -> None:
@@ -364,33 +361,33 @@ class _Compilation(event.Listener):  # type: ignore[misc]
                 self.say()
 
     def say(self) -> None:
-        """Print the line, once in a process, and in one process of a group of ranks."""
+        """Print the line once per process, and on rank 0 only."""
         if not self._said and sys.stderr is not None and os.environ.get("RANK", "0") == "0":
             print(MESSAGE, file=sys.stderr, flush=True)
         self._said = True
 
 
 _compilation = _Compilation()
-# A compiled function that is loaded from disk is no such event.
+# Loading from disk does not trigger this event.
 event.register("numba:compile", _compilation)
 
 _ahead: dict[Callable[[], None], subprocess.Popen[bytes]] = {}
 
 
 def compile_ahead(function: Callable[[], None]) -> None:
-    """Call a function of a module in another process, which leaves compiled code on disk; do not wait for it.
+    """Call a function in another process, to cache the code that it compiles on disk. Does not wait for it.
 
-    Nothing happens if that process has already run with these files on this processor, or if there is one core only.
-    An error there costs only time: a function that is not on disk is compiled when it is called.
+    Nothing happens if such a process has already run with these files on this processor, or if there is only one
+    core. An error there costs only time: functions that are not on disk are compiled when they are called.
 
     Args:
-        function: calls every entry that is to be compiled. Its module can be imported.
+        function: calls every entry to be compiled. Its module must be importable.
     """
     mark = _mark_of(function)
     if function in _ahead or mark is None or mark.exists() or (os.cpu_count() or 1) < 2 or not sys.executable:
         return
     program = (
-        # Collecting garbage would take a tenth of the time.
+        # Garbage collection would take a tenth of the time.
         "import gc; gc.disable(); "
         f"from {function.__module__} import {function.__name__}; {function.__name__}(); "
         f"from pathlib import Path; Path({str(mark)!r}).touch()"
@@ -415,12 +412,17 @@ def wait_for_compilation() -> None:
 
 
 def _mark_of(function: Callable[[], None]) -> Path | None:
-    """The file that says that ``compile_ahead`` has run a function; None if there is no folder for compiled code."""
+    """Marker file: ``compile_ahead`` has run this function. None if there is no folder for compiled code."""
     try:
         folder = _Cache(function).cache_path
     except RuntimeError:
         return None
     processor = numba.config.CPU_NAME, numba.config.CPU_FEATURES, llvmlite.binding.get_host_cpu_name()
-    parts = numba.__version__, platform.python_version(), _text_with(function.__code__.co_filename), processor
+    parts = (
+        numba.__version__,
+        platform.python_version(),
+        _digest_for(function.__code__.co_filename),
+        processor,
+    )
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     return Path(folder) / f"{function.__module__}.{function.__name__}.{digest}.compiled"
