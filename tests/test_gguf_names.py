@@ -36,7 +36,6 @@ def test_parts_are_those_of_the_spec(architecture):
     )
     for part in (*parts, "feed_forward_post_norm", "qkv", "gate_up"):
         assert bool(getattr(spec, part)) == (part in names.tensors), part
-    assert bool(spec.norm_offset) == names.norm_offset_included
 
 
 def test_keys_are_those_of_the_package_gguf():

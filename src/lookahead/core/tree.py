@@ -88,11 +88,12 @@ class TokenTree:
         self.needs_logits.append(needs_logits)
         return node
 
-    def add_candidate(self, tokens: Iterable[int], parent: int = 0) -> int:
-        """Add a chain of tokens to verify; existing rows of a common prefix are reused. Returns the last row."""
+    def add_candidate(self, tokens: Iterable[int]) -> int:
+        """Add a chain of tokens to verify below the root, reusing rows of a common prefix. Returns the last row."""
+        row = 0
         for token in tokens:
-            parent = self.add(token, parent, needs_logits=True)
-        return parent
+            row = self.add(token, row, needs_logits=True)
+        return row
 
     def child(self, node: int, token: int) -> int | None:
         """The child of ``node`` with this token, or None."""

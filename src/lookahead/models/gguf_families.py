@@ -45,7 +45,6 @@ class GGUFNames:
         settings: field of the transformers config -> metadata key without the architecture prefix. Keys shared by all
             architectures are not listed.
         permuted: whether the rows and biases of queries and keys are permuted (see above).
-        norm_offset_included: whether the norm weights in the file include ``Spec.norm_offset``.
         norm_kind: 1 for RMS norms, 2 for layer norms.
         activation: the activation of the feed-forward, by its name in ``blueprint.ACTIVATIONS``.
         scaled_embedding: whether embeddings are multiplied by sqrt(hidden).
@@ -57,7 +56,6 @@ class GGUFNames:
     tensors: Mapping[str, str]
     settings: Mapping[str, str]
     permuted: bool = False
-    norm_offset_included: bool = False
     norm_kind: int = 1
     activation: str = "silu"
     scaled_embedding: bool = False
@@ -98,7 +96,6 @@ _QWEN2 = replace(_LLAMA, model_class="Qwen2ForCausalLM", permuted=False)
 _GEMMA = replace(
     _QWEN2,
     model_class="GemmaForCausalLM",
-    norm_offset_included=True,
     activation="gelu_pytorch_tanh",
     scaled_embedding=True,
 )

@@ -37,21 +37,17 @@ class RankExecutor:
         missing: accepted tokens without KV rows, by slot.
         scores: scores of the last pass, one per sequence; the rows of missing tokens come first.
         checksum: checksum of all accepted tokens in order; equal on all ranks that agree.
-        recomputed: number of missing rows evaluated so far.
     """
 
     target: Target
     missing: dict[int, list[int]] = field(default_factory=dict)
     scores: Sequence[Scores] = ()
     checksum: int = 1
-    recomputed: int = 0
     _trees: dict[int, TokenTree] = field(default_factory=dict)
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> Sequence[Scores]:
-        for (
-            slot,
-            prompt,
-        ) in prompts:  # before the pass, which may run out of memory, because all ranks must agree
+        # Before the pass, which may run out of memory, because all ranks must agree.
+        for slot, prompt in prompts:
             self.missing[slot] = []
             self._update_checksum(slot, prompt)
         self.scores = self.target.prefill(prompts)
@@ -80,7 +76,6 @@ class RankExecutor:
                 path.append(child)
             above = len(self.missing[slot])
             paths.append((slot, [*range(above), *(above + row for row in path)]))
-            self.recomputed += above
             self.missing[slot] = list(tokens[len(path) :])
             self._update_checksum(slot, tokens)
         self.target.commit(paths)
@@ -107,7 +102,6 @@ class RankExecutor:
         self.target.forward([(slot, chain)])
         self.target.commit([(slot, range(count))])
         del missing[:count]
-        self.recomputed += count
 
     def _update_checksum(self, slot: int, tokens: Sequence[int]) -> None:
         value = self.checksum * 31 + slot + 1

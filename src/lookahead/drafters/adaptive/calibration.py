@@ -84,8 +84,8 @@ BASE_AXES = (
 )
 #: Joint buckets: the root's children, the next two depths, deeper.
 ZONES = 3
-#: The last step's answers at this position: other tokens or none, this token first, or this token later.
-ANSWERED_NOT, ANSWERED_BEST, ANSWERED_LATER = range(3)
+#: The last step's answers at this position: this token first, or this token later; 0 is other tokens or none.
+ANSWERED_BEST, ANSWERED_LATER = 1, 2
 ANSWERED = 3
 #: States of a source: LEVELS, then OTHER + level, then NOTHING.
 OTHER = len(LEVELS) + 1
