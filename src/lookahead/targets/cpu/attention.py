@@ -197,16 +197,163 @@ def cap_scores(scores: int, vectors: int, cap: Any) -> None:
         store(scores + VECTOR * v, soft_cap(load_floats(scores + VECTOR * v), floats(cap)))
 
 
-def attention_of(fmt: Format) -> Any:
-    """Make the attention of a format."""
-    score, weighted_sum = _score_of(fmt), _weighted_sum_of(fmt)
+def _weigh_of(fmt: Format) -> Any:
+    """Make ``weigh`` of a format."""
+    score = _score_of(fmt)
+    query_bytes, stored = fmt.query.bytes, fmt.stored.bytes
+
+    def weigh(
+        p: Any,
+        layer: Any,
+        segment: Any,
+        query: int,
+        keys: int,
+        i: int,
+        count: int,
+        begin: int,
+        shared: int,
+        scratch: int,
+    ) -> None:
+        """Write the weights of queries i..i + count, not yet normalized, and their factors to the scratch space.
+
+        Arguments as in ``attend``; columns ``begin``..``shared`` are evaluated for all of the queries.
+        """
+        length = segment.length
+        groups = p.heads // p.key_heads
+        head = p.padded_head
+        line = p.score_line
+        positions = integers_at(p.positions + 8 * segment.first_row)
+        bounds = integers_at(p.path_ends + 8 * segment.first_row)
+        path = integers_at(p.path_columns)
+        factors = floats_at(scratch + QUERY_BLOCK * (line + 4 * head))
+        # Scores of all columns from ``start`` on.
+        bottom = (i + count - 1) // groups
+        start = begin // SCORE_BLOCK * SCORE_BLOCK
+        for column in range(start, length + bottom + 1, SCORE_BLOCK):
+            block = keys + column * head * stored
+            scores_at = scratch + 4 * (column - start)
+            score(block, query + query_bytes * head * i, scores_at, line, head, count)
+        for q in range(count):
+            r = (i + q) // groups
+            if layer.cap != 0:
+                computed = (length + bottom - start) // SCORE_BLOCK * SCORE_BLOCK + SCORE_BLOCK
+                cap_scores(scratch + q * line, computed // LANES, layer.cap)
+            scores = floats_at(scratch + q * line)
+            # The query's own columns. Unless rows form a chain, append the scores of its path to those of the prefix.
+            oldest = max(0, positions[r] + 1 - layer.window)  # position of the oldest key in the window
+            from_column = oldest
+            end = length + r + 1 - start
+            if segment.is_chain == 0:
+                from_column = min(oldest, shared)
+                skipped = max(0, oldest - shared)
+                depth = bounds[r + 1] - bounds[r]
+                for t in range(skipped, depth):
+                    scores[shared - start + t - skipped] = scores[path[bounds[r] + t] - start]
+                end = shared - start + depth - skipped
+            # The softmax of these columns; columns that only other queries see have the weight 0.
+            vectors = (end - (from_column - start) + LANES - 1) // LANES
+            for j in range(end, from_column - start + vectors * LANES):
+                scores[j] = -np.inf
+            factors[q] = softmax(scratch + q * line + 4 * (from_column - start), vectors)
+            for j in range(begin - start, min(from_column, shared) - start):
+                scores[j] = 0
+
+    return compiled(weigh, fmt.name)
+
+
+def _sum_values_of(fmt: Format) -> Any:
+    """Make ``sum_values`` of a format."""
+    weighted_sum = _weighted_sum_of(fmt)
+    stored = fmt.stored.bytes
+
+    def sum_values(
+        p: Any,
+        layer: Any,
+        segment: Any,
+        values: int,
+        i: int,
+        count: int,
+        begin: int,
+        shared: int,
+        scratch: int,
+    ) -> None:
+        """Sum values by the weights that ``weigh`` wrote, into the scratch space. Arguments as there."""
+        length = segment.length
+        groups = p.heads // p.key_heads
+        head = p.padded_head
+        line = p.score_line
+        positions = integers_at(p.positions + 8 * segment.first_row)
+        bounds = integers_at(p.path_ends + 8 * segment.first_row)
+        path = integers_at(p.path_columns)
+        sums_at = scratch + QUERY_BLOCK * line
+        sums = floats_at(sums_at)
+        start = begin // SCORE_BLOCK * SCORE_BLOCK
+        # Shared columns, for all queries at once.
+        for j in range(count * head):
+            sums[j] = 0
+        if shared > begin:
+            block = values + begin * head * stored
+            weighted_sum(scratch + 4 * (begin - start), line, block, shared - begin, sums_at, head, count)
+        # Each query's own columns: adjacent ones in a chain, else runs of adjacent columns of its path.
+        for q in range(count):
+            r = (i + q) // groups
+            oldest = max(0, positions[r] + 1 - layer.window)
+            weights = scratch + q * line + 4 * (shared - start)
+            sums_of_q = sums_at + 4 * q * head
+            if segment.is_chain != 0:
+                first_own = max(oldest, shared)
+                block = values + first_own * head * stored
+                columns = length + r + 1 - first_own
+                weighted_sum(weights + 4 * (first_own - shared), line, block, columns, sums_of_q, head, 1)
+            else:
+                t = bounds[r] + max(0, oldest - shared)
+                while t < bounds[r + 1]:
+                    run = 1
+                    while t + run < bounds[r + 1] and path[t + run] == path[t] + run:
+                        run += 1
+                    block = values + path[t] * head * stored
+                    weighted_sum(weights, line, block, run, sums_of_q, head, 1)
+                    weights += 4 * run
+                    t += run
+
+    return compiled(sum_values, fmt.name)
+
+
+def _store_outputs_of(fmt: Format) -> Any:
+    """Make ``store_outputs`` of a format."""
     out_at, from_fp32, out_bytes, store_rounded = (
         fmt.input.pointer,
         fmt.input.from_fp32,
         fmt.input.bytes,
         fmt.input.store,
     )
-    query_bytes, stored = fmt.query.bytes, fmt.stored.bytes
+
+    def store_outputs(p: Any, out: int, i: int, count: int, scratch: int) -> None:
+        """Normalize the sums of queries i..i + count, round them and store them. Arguments as in ``attend``."""
+        groups = p.heads // p.key_heads
+        head = p.padded_head
+        size = p.head_size
+        sums_at = scratch + QUERY_BLOCK * p.score_line
+        factors = floats_at(sums_at + 4 * QUERY_BLOCK * head)
+        for q in range(count):
+            sums_of_q = sums_at + 4 * q * head
+            out_row = out + (i + q) // groups * p.attended_stride + (i + q) % groups * size * out_bytes
+            if size % LANES == 0:
+                for d in range(0, size, LANES):
+                    total = load_floats(sums_of_q + 4 * d) * floats(factors[q])
+                    store_rounded(out_row + out_bytes * d, total)
+            else:
+                sums = floats_at(sums_of_q)
+                result = out_at(out_row)
+                for d in range(size):
+                    result[d] = from_fp32(sums[d] * factors[q])
+
+    return compiled(store_outputs, fmt.name)
+
+
+def attention_of(fmt: Format) -> Any:
+    """Make the attention of a format."""
+    weigh, sum_values, store_outputs = _weigh_of(fmt), _sum_values_of(fmt), _store_outputs_of(fmt)
 
     def attend(
         p: Any,
@@ -230,91 +377,19 @@ def attention_of(fmt: Format) -> Any:
             first, last: the range of queries.
             scratch: address of space for 16 lines of scores, and 16 sums of a head with their factors.
         """
-        length = segment.length
-        chain = segment.is_chain != 0
-        window = layer.window
         groups = p.heads // p.key_heads
-        head = p.padded_head
-        size = p.head_size
-        line = p.score_line
         positions = integers_at(p.positions + 8 * segment.first_row)
-        bounds = integers_at(p.path_ends + 8 * segment.first_row)
-        path = integers_at(p.path_columns)
-        sums_at = scratch + QUERY_BLOCK * line
-        factors_at = sums_at + 4 * QUERY_BLOCK * head
-        sums, factors = floats_at(sums_at), floats_at(factors_at)
         for i in range(first, last, QUERY_BLOCK):
+            # Columns begin .. shared are evaluated for all queries of the block at once.
             count = min(QUERY_BLOCK, last - i)
             top, bottom = i // groups, (i + count - 1) // groups
-            # Columns begin .. shared are evaluated for all queries of the block at once.
-            shared = length + top if chain else length
+            shared = segment.length + top if segment.is_chain != 0 else segment.length
             begin = shared
             for r in range(top, bottom + 1):
-                begin = min(begin, max(0, positions[r] + 1 - window))
-            # 1. Scores of all columns from ``start`` on, and the weights of each query's own columns.
-            start = begin // SCORE_BLOCK * SCORE_BLOCK
-            for column in range(start, length + bottom + 1, SCORE_BLOCK):
-                block = keys + column * head * stored
-                scores_at = scratch + 4 * (column - start)
-                score(block, query + query_bytes * head * i, scores_at, line, head, count)
-            for q in range(count):
-                r = (i + q) // groups
-                if layer.cap != 0:
-                    computed = (length + bottom - start) // SCORE_BLOCK * SCORE_BLOCK + SCORE_BLOCK
-                    cap_scores(scratch + q * line, computed // LANES, layer.cap)
-                scores = floats_at(scratch + q * line)
-                oldest = max(0, positions[r] + 1 - window)  # position of the oldest key in the window
-                from_column = oldest
-                end = length + r + 1 - start
-                if not chain:  # append the scores of the row's path to those of the prefix
-                    from_column = min(oldest, shared)
-                    skipped = max(0, oldest - shared)
-                    depth = bounds[r + 1] - bounds[r]
-                    for t in range(skipped, depth):
-                        scores[shared - start + t - skipped] = scores[path[bounds[r] + t] - start]
-                    end = shared - start + depth - skipped
-                vectors = (end - (from_column - start) + LANES - 1) // LANES
-                for j in range(end, from_column - start + vectors * LANES):
-                    scores[j] = -np.inf
-                factors[q] = softmax(scratch + q * line + 4 * (from_column - start), vectors)
-                for j in range(begin - start, min(from_column, shared) - start):
-                    scores[j] = 0
-            # 2. Weighted values: shared columns for all queries at once, then each query's own columns.
-            for j in range(count * head):
-                sums[j] = 0
-            if shared > begin:
-                weights = scratch + 4 * (begin - start)
-                block = values + begin * head * stored
-                weighted_sum(weights, line, block, shared - begin, sums_at, head, count)
-            for q in range(count):
-                r, lane = (i + q) // groups, (i + q) % groups
-                oldest = max(0, positions[r] + 1 - window)
-                weights = scratch + q * line + 4 * (shared - start)
-                sums_of_q = sums_at + 4 * q * head
-                if chain:
-                    first_own = max(oldest, shared)
-                    block = values + first_own * head * stored
-                    columns = length + r + 1 - first_own
-                    weighted_sum(weights + 4 * (first_own - shared), line, block, columns, sums_of_q, head, 1)
-                else:
-                    t = bounds[r] + max(0, oldest - shared)
-                    while t < bounds[r + 1]:
-                        run = 1  # adjacent columns of the path
-                        while t + run < bounds[r + 1] and path[t + run] == path[t] + run:
-                            run += 1
-                        block = values + path[t] * head * stored
-                        weighted_sum(weights, line, block, run, sums_of_q, head, 1)
-                        weights += 4 * run
-                        t += run
-                # 3. Normalize, round and store the query's output.
-                out_row = out + r * p.attended_stride + lane * size * out_bytes
-                if size % LANES == 0:
-                    for d in range(0, size, LANES):
-                        total = load_floats(sums_of_q + 4 * d) * floats(factors[q])
-                        store_rounded(out_row + out_bytes * d, total)
-                else:
-                    result = out_at(out_row)
-                    for d in range(size):
-                        result[d] = from_fp32(sums[q * head + d] * factors[q])
+                begin = min(begin, max(0, positions[r] + 1 - layer.window))
+            # The weights of all columns, the sums of values, and the outputs.
+            weigh(p, layer, segment, query, keys, i, count, begin, shared, scratch)
+            sum_values(p, layer, segment, values, i, count, begin, shared, scratch)
+            store_outputs(p, out, i, count, scratch)
 
     return compiled(attend, fmt.name)
