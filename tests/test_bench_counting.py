@@ -391,7 +391,7 @@ def test_a_peer_that_ended_the_process_is_left_out_of_the_next_run(tmp_path):
     mark.write_text("llamacpp-greedy:x.gguf\n")
     records = run([Peer({1}, None)], PROMPTS, cycling(), options, store)
     line = summarise(records).lines[-1]
-    why = "it ended the process; remove decoding beside the records to try again"
+    why = "it ended the process; remove decoding next to the records to try again"
     assert line.failed == f"{why} (2 of 3 decoded)"  # one in each of the runs above
     assert mark.exists()
 

@@ -7,7 +7,7 @@ alike. Before the measurement, each method decodes one prompt as a warm-up.
 An error of one of our methods ends the run. Another library may fail: the record then says why, its earlier records
 stay, and it is not tried again in this run, except after a SettingsError, which concerns one prompt. Such a record
 does not count as finished, so the next run tries again. If another library ends the whole process (an abort in native
-code), its label stays in the file ``decoding`` beside the records, and runs skip it until that file is removed.
+code), its label stays in the file ``decoding`` next to the records, and runs skip it until that file is removed.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def run(
     Raises:
         SettingsError: a method is unknown, or lacks a requirement.
     """
+    # The model and the methods.
     model = model or load_model(dtype="float32")
     options = options or RunOptions()
     show = progress or (lambda done, total, what: None)
@@ -68,9 +69,7 @@ def run(
         measured += [method] if isinstance(method, Method) else make(method, model, options.warm)
     # What every record contains, and what is already measured.
     workload = [_as_prompt(number, prompt) for number, prompt in enumerate(prompts)]
-    setup = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")}
-    common = {"model": model.name, "dtype": model.dtype, "path": model.target.path, "options": setup}
-    common |= environment() | {"learned": model.learned()}
+    common = _common_fields(model, options)
     known = records.read() if records else []
     finished: dict[str, Record] = {record["key"]: record for record in known if not record.get("failed")}
     # Measure in the order of the plan.
@@ -79,14 +78,11 @@ def run(
     warmed_up = False
     #: Prompts with existing records, which a warm method decodes before its next record.
     unseen: dict[Method, list[list[int]]] = defaultdict(list)
-    #: Methods of other libraries that failed, and why.
-    broken: dict[Method, str] = {}
     mark = records.folder / DECODING if records else None
-    if mark is not None and mark.is_file():
-        ended = mark.read_text(encoding="utf-8").splitlines()
-        why = f"it ended the process; remove {DECODING} beside the records to try again"
-        broken = {each: why for each in measured if each.of_another_library and each.label in ended}
+    #: Methods of other libraries that failed, and why.
+    broken = _ended_the_process(mark, measured)
     for repeat, number, turn, method in plan:
+        # Plain decoding begins a turn.
         prompt = workload[number]
         if method is measured[0]:
             if not turn:
@@ -114,19 +110,8 @@ def run(
                     each.forget()
                 warmed_up = True
             record = {
-                "schema": 1,
-                "key": key,
-                "repeat": repeat,
-                "turn": turn,
-                "time": datetime.now(UTC).isoformat(timespec="seconds"),
-                "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-                "workload": prompt.workload,
-                "prompt": prompt.id,
-                "category": prompt.category,
+                **_identifying_fields(key, repeat, prompt, turn, method),
                 "prompt_tokens": len(tokens),
-                "method": method.label,
-                "state": method.state,
-                "settings": method.settings,
                 **common,
             }
             if fits:
@@ -154,6 +139,40 @@ def run(
             answers.append(record.get("text", ""))
     show(len(plan), len(plan), "")
     return result
+
+
+def _common_fields(model: ModelUnderTest, options: RunOptions) -> Record:
+    """The fields that all records of a run share."""
+    setup = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")}
+    common = {"model": model.name, "dtype": model.dtype, "path": model.target.path, "options": setup}
+    return common | environment() | {"learned": model.learned()}
+
+
+def _identifying_fields(key: str, repeat: int, prompt: Prompt, turn: int, method: Method) -> Record:
+    """The fields that say what a record measures, and when."""
+    return {
+        "schema": 1,
+        "key": key,
+        "repeat": repeat,
+        "turn": turn,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "workload": prompt.workload,
+        "prompt": prompt.id,
+        "category": prompt.category,
+        "method": method.label,
+        "state": method.state,
+        "settings": method.settings,
+    }
+
+
+def _ended_the_process(mark: Path | None, measured: Sequence[Method]) -> dict[Method, str]:
+    """The methods of other libraries that ended the process of an earlier run, and why they are skipped."""
+    if mark is None or not mark.is_file():
+        return {}
+    labels = mark.read_text(encoding="utf-8").splitlines()
+    why = f"it ended the process; remove {DECODING} next to the records to try again"
+    return {each: why for each in measured if each.of_another_library and each.label in labels}
 
 
 def _plan(
@@ -189,10 +208,10 @@ def _try(
     broken: dict[Method, str],
     mark: Path | None,
 ) -> Outcome | str:
-    """The outcome of one prompt, or why another library failed; ``broken`` then gets it.
+    """The outcome of one prompt, or why another library failed, which is added to ``broken``.
 
     Args:
-        mark: the file that has the method's label meanwhile.
+        mark: the file that contains the method's label while it decodes.
     """
     if method in broken:
         return broken[method]
@@ -210,7 +229,7 @@ def _try(
 
 @contextmanager
 def _noted(mark: Path | None, label: str) -> Iterator[None]:
-    """The label is a line of the file meanwhile."""
+    """A context in which the label is a line of the file."""
     if mark is None:
         yield
         return
