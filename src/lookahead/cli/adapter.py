@@ -34,8 +34,7 @@ def with_options(
             chosen = {field: of for field, of in offered(kind, only).items() if field not in without}
             groups[name] = kind, chosen
             parameters += [_parameter(kind, *of, defaults) for of in chosen.values()]
-        fields = [field for _, chosen in groups.values() for _, field in chosen.values()]
-        rare = {field.name for field in fields if not field.metadata["common"]}
+        rare = {f.name for _, of in groups.values() for _, f in of.values() if not f.metadata["common"]}
 
         @wraps(command)
         def run(help_all: bool = False, **values: Any) -> Any:

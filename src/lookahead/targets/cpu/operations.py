@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import from_dtype, types
-from numba.core import cgutils
 from numba.extending import lower_builtin, type_callable
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -80,7 +79,7 @@ def _fits(given: Any, wanted: Any) -> bool:
 def call_intrinsic(builder: Any, name: str, result: Any, *arguments: Any, flags: Sequence[str] = ()) -> Any:
     """Call one of LLVM's intrinsics, or a C function."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     return builder.call(function, list(arguments), fastmath=flags)
 
 
