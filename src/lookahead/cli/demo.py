@@ -61,7 +61,8 @@ def demo(
     for drafter in (None, Plain()):  # compile, and measure the cost curve, before anything is timed
         llm.generate(list(range(5, 37)), max_new_tokens=16, ignore_eos=True, drafter=drafter)
     note(f"{llm.name} in {llm.dtype}: ready after {perf_counter() - start:.1f} s")
-    rows, equal = [], []
+    rows = []
+    equal = []
     for path, text in texts.items():
         typer.echo(typer.style(f"\n{path.stem}: {shorten(text.strip().splitlines()[0], 78)}", bold=True))
         ids = llm.encode(chat_prompt([{"role": "user", "content": text}], llm.tokenizer))

@@ -166,7 +166,8 @@ class Proposer:
 
         # The curve of this number of requests, or the rows of the next step to measure.
         requests = sum(map(bool, sampled_token_ids))
-        curve, wanted = None, None
+        curve = None
+        wanted = None
         if self._costs is not None and requests:
             curve = self._costs.curve(requests)
             wanted = self._costs.rows(requests)

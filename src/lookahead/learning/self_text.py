@@ -59,9 +59,11 @@ TEMPERATURE = 0.8
 PART_SECONDS = 30.0
 #: A text ends once its last tokens repeat ``REPEATS`` times, with a period of at most ``PERIOD``.
 PERIOD, REPEATS = 32, 4
-#: Number of positions at which a model is compared with the text of earlier runs, and the least share of equal best
-#: tokens. Quantization changes a few per cent of them, another model of the same sizes most.
-COMPARED, SAME_MODEL = 64, 0.7
+#: Number of positions at which a model is compared with the text of earlier runs.
+COMPARED = 64
+#: The least share of equal best tokens there. Quantization changes a few per cent of them, another model of the same
+#: sizes most.
+SAME_MODEL = 0.7
 #: Placeholder for the user's turn in a chat template.
 _MARK = "\u2062turn\u2062"
 
@@ -366,9 +368,8 @@ class Writer:
                     if job.kind == REQUEST:
                         self._answer(engine, job.number, update.result.tokens)
 
-                if (
-                    not compiled
-                ):  # exclude the first pass, whose compilation may take longer than a short time limit
+                # Exclude the first pass, whose compilation may take longer than a short time limit.
+                if not compiled:
                     begin = monotonic()
                     compiled = True
                 if monotonic() - saved > PART_SECONDS:

@@ -128,7 +128,11 @@ class Positions:
         self.states = [np.load(file, mmap_mode="r", allow_pickle=False) for _, file in parts]
         #: The first position of each part, and the total number of positions.
         self.firsts = np.concatenate([[0], np.cumsum([len(part) for part in self.states])]).astype(np.int64)
-        tokens, ids, probabilities, bounds, held_out = [], [], [], [], []
+        tokens = []
+        ids = []
+        probabilities = []
+        bounds = []
+        held_out = []
         at = 0
         for part, _ in parts:
             for text in read_part(part):

@@ -124,7 +124,8 @@ class Preparer:
         """
         if body.top_logprobs is not None and not body.logprobs:
             raise SettingsError("top_logprobs: needs logprobs")
-        schema, call = _schema(body), demanded(body)
+        schema = _schema(body)
+        call = demanded(body)
         if schema is not None and call is not None:
             raise SettingsError("tool_choice: a required tool and a response_format are mutually exclusive")
         requests = self._requests(
@@ -225,9 +226,8 @@ class Preparer:
             "drafter": self._drafting(body.lookahead),
             "logits_processor": processors or None,
         }
-        if (
-            temperature > 0
-        ):  # greedy decoding needs none of these filters, because the most likely token passes them all
+        # Greedy decoding needs none of these filters, because the most likely token passes them all.
+        if temperature > 0:
             given |= {"top_p": body.top_p, "min_p": body.min_p or None}
             given["top_k"] = body.top_k if body.top_k and body.top_k > 0 else None
         return Options(**{name: value for name, value in given.items() if value is not None})

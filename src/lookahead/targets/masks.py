@@ -70,7 +70,8 @@ class LayerKinds:
 
 def stack_rows(trees: Sequence[TokenTree], lengths: Sequence[int], rows: int) -> tuple[Any, Any]:
     """Token ids and positions of ``rows`` rows, both (B, Q); smaller trees are padded with copies of their root."""
-    ids, positions = [], []
+    ids: list[list[int]] = []
+    positions: list[list[int]] = []
     for tree, length in zip(trees, lengths, strict=True):
         missing = rows - len(tree)
         ids.append(tree.tokens + [tree.tokens[0]] * missing)

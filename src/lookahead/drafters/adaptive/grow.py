@@ -160,11 +160,13 @@ def ask(memory: Memory, node: int) -> None:
             index = index_of(proposals, count, token)
             if index < 0:
                 index = count
-                proposals[index].token, proposals[index].joint = token, unmatched + unrecalled
+                proposals[index].token = token
+                proposals[index].joint = unmatched + unrecalled
                 count += 1
             proposals[index].joint += answered * AGREEMENT
             answered = ANSWERED_LATER
-    row.proposals, row.asked = count, 1
+    row.proposals = count
+    row.asked = 1
     if row.guess >= 0:
         combine(memory, node)
 
@@ -287,12 +289,18 @@ def add(memory: Memory, parent: int, token: int, probability: float) -> int:
     step = memory.step[0]
     node = tree.sizes[0].rows
     row = tree.nodes[node]
-    above, depth = step.previous, int64(0)
+    above = step.previous
+    depth = int64(0)
     if parent >= 0:
-        above, depth = int64(tree.nodes[parent].token), int64(tree.nodes[parent].depth) + 1
-    row.token, row.parent, row.depth, row.probability = token, parent, depth, probability
+        above = int64(tree.nodes[parent].token)
+        depth = int64(tree.nodes[parent].depth) + 1
+    row.token = token
+    row.parent = parent
+    row.depth = depth
+    row.probability = probability
     row.pair = above * step.vocabulary + token
-    row.asked, row.guess = 0, -1
+    row.asked = 0
+    row.guess = -1
     tree.contexts[0, node] = tree.contexts[1, node] = -1
     tree.sizes[0].rows = node + 1
     return depth

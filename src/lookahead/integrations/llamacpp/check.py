@@ -37,9 +37,8 @@ def check(contexts: Contexts) -> tuple[bool, str, Equivalence | None]:
     if not contexts.weights.trees:
         return False, "its recurrent state cannot be truncated", None
     try:
-        for number in range(
-            len(PROMPT_LENGTHS)
-        ):  # for one prompt, the control's error may be small by chance
+        # More than one prompt, because for a single one the control's error may be small by chance.
+        for number in range(len(PROMPT_LENGTHS)):
             comparison = compare(contexts, number)
             if comparison.ok:
                 break

@@ -114,8 +114,12 @@ def feed(text: TextEnd, tokens: Any, length: int) -> None:
                 used += 1
                 slot.key, slot.value = (int64(context) << SHIFT | token) + 1, node
                 new = trie[node]
-                new.count, new.total, new.link, new.token, new.depth = 1, 0, link, token, length + 1
-                new.first, new.second, new.third = 0, 0, 0
+                new.count = 1
+                new.total = 0
+                new.link = link
+                new.token = token
+                new.depth = length + 1
+                new.first = new.second = new.third = 0
             else:
                 node = slot.value
                 trie[node].count += 1
