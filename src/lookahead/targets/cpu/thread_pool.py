@@ -10,6 +10,12 @@ its own core becomes available to that thread, and the scheduler does not count 
 job waits like this for ``AWAKE`` us, because the next step of a completion usually follows soon; then it sleeps on a
 lock in Python.
 
+After ``PATIENCE`` = 2 ms, a helper therefore sleeps almost all of the time, but it sleeps on the lock only after
+``AWAKE`` = 20 ms. Drafting between two passes can take longer than a shorter limit, and waking a helper from the lock
+delays a pass by 1 to 5 ms. With a limit of 0.5 ms, drafted steps of 8 rows of SmolLM2 took 31.1 ms in fp32 and 15.0
+in bf16, with 20 ms 25.4 and 12.8; plain steps took 22.9 and 11.5, and 21.1 and 10.9 (Intel Xeon with AMX; dev/LOG.md,
+2026-11-22).
+
 **Memory order.** All shared words are in one block of memory, ``CONTROL`` and a ``RANK`` for each thread. Plain loads
 and stores of different threads are not ordered. Three things must be:
 
@@ -80,10 +86,13 @@ POSTED, ARRIVED, JOB, ARGUMENT, SIZE, ARRIVED_BEFORE = offsets_of(CONTROL).value
 ASLEEP, WOKEN, SEEN, SCRATCH, TAKEN = offsets_of(RANK).values()
 CONTROL_BYTES, RANK_BYTES = CONTROL.itemsize, RANK.itemsize
 
-#: Polls before a thread yields its core between polls; microseconds of waiting before it sleeps between polls; and
-#: the length of such a sleep in microseconds, to which Linux adds 50.
-SPINS, PATIENCE, NAP = 2000, 2000, 50
-#: Microseconds without a job before a helper sleeps until it is woken. Waking delays a pass by 1 to 5 ms.
+#: Polls before a thread yields its core between polls.
+SPINS = 2000
+#: Microseconds of waiting before a thread sleeps between polls.
+PATIENCE = 2000
+#: The length of such a sleep in microseconds, to which Linux adds 50.
+NAP = 50
+#: Microseconds without a job before a helper sleeps on its lock until it is woken.
 AWAKE = 20_000
 
 
@@ -119,12 +128,11 @@ def _wait(spins: int, since: int, words: int) -> tuple[int, int]:
 
 @compiled
 def barrier(worker: Any, arrived: int) -> int:
-    """Wait until all threads are here. ``arrived`` counts arrivals at earlier barriers; returns the new count."""
+    """Wait until all threads have arrived. ``arrived`` counts arrivals at earlier barriers; returns the new count."""
     arrived += worker.size
     words = rank_at(worker.control, worker.rank)
-    fetch_add(
-        worker.control + ARRIVED, 1
-    )  # release what this thread wrote; continue the others' releases (2)
+    # Release what this thread wrote; continue the others' releases (2).
+    fetch_add(worker.control + ARRIVED, 1)
     spins, since = 0, 0
     while load_acquire(worker.control + ARRIVED) < arrived:  # acquire what all threads wrote (2)
         spins, since = _wait(spins, since, words)
@@ -157,14 +165,13 @@ def take(control: int, stage: int, owner: int, count: int) -> int:
 def restart(worker: Any, begin: int, end: int) -> None:
     """Mark this rank's share of stages begin..end as not taken."""
     for stage in range(begin, end):
-        store_release(
-            rank_at(worker.control, worker.rank) + TAKEN + 8 * stage, 0
-        )  # the next barrier orders it
+        # The next barrier orders it.
+        store_release(rank_at(worker.control, worker.rank) + TAKEN + 8 * stage, 0)
 
 
 @compiled
 def _next_job(control: int, rank: int) -> bool:
-    """Do the posted job if this rank has not seen it. Returns whether there was one."""
+    """Run the posted job if this rank has not seen it. Returns whether there was one."""
     words = rank_at(control, rank)
     number = load_acquire(control + POSTED)  # acquire the job that belongs to this number (1)
     if number == load_acquire(words + SEEN):
@@ -178,7 +185,7 @@ def _next_job(control: int, rank: int) -> bool:
 
 @partial(entry, nogil=True)
 def _serve(control: int, rank: int) -> None:
-    """Do the pool's jobs until none has come for ``AWAKE`` microseconds."""
+    """Run the pool's jobs until none has arrived for ``AWAKE`` microseconds."""
     words = rank_at(control, rank)
     store_release(words + ASLEEP, 0)
     spins, since = 0, 0
@@ -203,9 +210,8 @@ def _post(control: int, job: int, argument: int) -> int:
     store_release(control + JOB, job)
     store_release(control + ARGUMENT, argument)
     store_release(control + ARRIVED_BEFORE, load_acquire(control + ARRIVED))  # no thread is in a barrier now
-    fetch_add_in_order(
-        control + POSTED, 1
-    )  # release the job (1), and before the next loop for all threads (3)
+    # Release the job (1); for all threads, before the loop below (3).
+    fetch_add_in_order(control + POSTED, 1)
     sleepers = 0
     for rank in range(1, load_acquire(control + SIZE)):
         words = rank_at(control, rank)
@@ -217,7 +223,7 @@ def _post(control: int, job: int, argument: int) -> int:
 
 @partial(entry, nogil=True)
 def _lead(control: int) -> None:
-    """Do rank 0's part of the posted job, unless it is done."""
+    """Run rank 0's part of the posted job, unless it is done."""
     _next_job(control, 0)
 
 
@@ -275,7 +281,7 @@ class ThreadPool:
         for rank in range(1, self.size):
             if self.ranks["woken"][rank]:
                 self.ranks["woken"][rank] = 0
-                with contextlib.suppress(RuntimeError):  # it is awake already
+                with contextlib.suppress(RuntimeError):  # already awake
                     self._wake_locks[rank].release()
 
 
