@@ -419,7 +419,7 @@ def test_without_memory_for_a_graph_its_steps_run_uncaptured(model, device, erro
     device.cost, device.errors = TOTAL + 1, errors
     target = captured(model, 64)
     with pytest.warns(
-        RuntimeWarning, match="no memory is left to capture steps of 1 x 1 rows; they run uncap"
+        RuntimeWarning, match="not enough memory to capture steps of 1 x 1 rows; they run uncap"
     ):
         assert_same_as_autoregressive(target, PROMPTS[:1], "plain", 20)
     assert sum(what == "capture" for what, *_ in device.log) == 1
@@ -718,7 +718,7 @@ def test_without_memory_for_large_steps_at_load_the_others_are_captured(when, er
     assert "attention by sdpa" in reason
     assert max(held) <= 32  # after the error, no memory is held for the logits of larger steps
     (line,) = [str(one.message) for one in said]
-    assert line.startswith("no memory is left to check passes of 64 rows or more; they run uncaptured")
+    assert line.startswith("not enough memory to check passes of 64 rows or more; they run uncaptured")
     target = CudaGraphTarget(model, facts, tree_attention, 512)
     target.prefill([(slot, PROMPTS[0]) for slot in range(4)])
     for sequences, rows in ((1, 32), (1, 33), (2, 16), (4, 16)):

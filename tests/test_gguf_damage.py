@@ -255,7 +255,7 @@ def test_an_architecture_that_only_transformers_knows(writer):
     [
         ("attention.head_count", np.array([4, 2]), "head_count must be one finite number for all layers"),
         ("attention.head_count", "4", "head_count must be one finite number for all layers, got '4'"),
-        ("attention.head_count", 2.5, "head_count must be a whole number from 1 on, got 2.5"),
+        ("attention.head_count", 2.5, "head_count must be a whole number of at least 1, got 2.5"),
         ("expert_count", 8, "expert_count must be 0 without the tensor blk.0.ffn_gate_inp.weight"),
         ("attention.layer_norm_rms_epsilon", -1.0, "epsilon of norms must be 0 or more"),
         ("attention.layer_norm_rms_epsilon", float("nan"), "must be one finite number"),

@@ -372,7 +372,9 @@ def test_options_that_it_cannot_honour(files, options, words):
 def test_layers_on_a_gpu_that_is_not_there(files):
     if library.library().llama_supports_gpu_offload():
         pytest.skip("llama.cpp has a GPU here")
-    with pytest.raises(SettingsError, match=r"n_gpu_layers must be 0 where llama.cpp is built without a GPU"):
+    with pytest.raises(
+        SettingsError, match=r"n_gpu_layers must be 0 if llama.cpp is built without GPU support"
+    ):
         lookahead.load(files(), engine="llama.cpp", n_gpu_layers=3)
     assert lookahead.load(files(), engine="llama.cpp", n_gpu_layers=0).path == "llama.cpp"
 

@@ -243,7 +243,7 @@ def test_an_architecture_that_only_transformers_knows(files, monkeypatch):
 def test_a_block_type_without_a_kernel(kind, files):
     path = files("llama", (kind, "F32"))
     with pytest.warns(
-        UserWarning, match=rf"no {kind} blocks; those tensors are decoded to bfloat16"
+        UserWarning, match=rf"does not support {kind} blocks; those tensors are decoded to bfloat16"
     ) as warned:
         llm = lookahead.load(path)
     assert len(warned) == 1

@@ -56,6 +56,7 @@ def _rows(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    # This program's row and key head, and the row's sequence, position and number of keys from B(p) on.
     row, h = tl.program_id(0), tl.program_id(1)
     slot, position, count = tl.load(slots + row), tl.load(positions + row), tl.load(counts + row)
     begin = tl.maximum(position - DEEPEST, 0)
@@ -70,6 +71,7 @@ def _rows(  # type: ignore[no-untyped-def]
         q = q.to(tl.float32)
     key += slot.to(tl.int64) * k_b + h.to(tl.int64) * k_h
     value += slot.to(tl.int64) * v_b + h.to(tl.int64) * v_h
+    # The state of the online softmax.
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
@@ -134,10 +136,12 @@ def _rows(  # type: ignore[no-untyped-def]
             PRECISION,
             UPCAST,
         )
+    # A sink adds to the sum of weights, but has no value.
     if SINKS:
         sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
         new = tl.maximum(best, sink)
         total, acc = total * tl.exp2(best - new) + tl.exp2(sink - new), acc * tl.exp2(best - new)[:, None]
+    # Normalize and store the live heads.
     total = tl.where(live, total, 1.0)
     at = out + head[:, None] * o_h + row * o_r + dv[None, :]
     tl.store(at, (acc / total[:, None]).to(out.dtype.element_ty), mask=live[:, None] & (dv < DV)[None, :])
@@ -161,6 +165,7 @@ def attend(
     """See ``attention.exact.attend``; ``pages`` is not used, because the kernel reads the positions."""
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"the kernel takes float16, bfloat16 and float32, got {query.dtype}")
+    # Shapes. The kernel needs a contiguous last dimension.
     _, heads, rows, size = query.shape
     kv_heads = key.shape[1]
     value_size = value.shape[-1]
@@ -168,6 +173,7 @@ def attend(
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     out = query.new_empty(1, heads, rows, value_size)
     block = blocks(group, size, value_size, query.element_size(), has_small_memory(query.device))
+    # One program per row and key head. The arguments are tensors, strides, scalars, and constants of the kernel.
     _rows[(rows, kv_heads)](
         query,
         key,

@@ -113,6 +113,7 @@ def _parts(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    # This program's part of the columns, tile of rows, and pair of sequence and key head.
     part, tile, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = pair // kv_heads, pair % kv_heads
     length = tl.load(lengths + b)
@@ -129,10 +130,11 @@ def _parts(  # type: ignore[no-untyped-def]
     slot = tl.load(slots + b).to(tl.int64)
     key += slot * k_b + h.to(tl.int64) * k_h
     value += slot * v_b + h.to(tl.int64) * v_h
+    # The state of the online softmax.
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    # A range of the prefix, or the tree.
+    # The first programs each process a range of the prefix, the last one the tree.
     if part < parts:
         chunk = tl.cdiv(tl.cdiv(length, parts), BLOCK_N) * BLOCK_N
         start = part * chunk

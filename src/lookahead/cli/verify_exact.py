@@ -53,6 +53,7 @@ def verify(
     Exit status 1 if completions differ in float32 or float64. In 16 bits, rounding may resolve near ties differently;
     the gap between the two largest logits shows whether it was a near tie.
     """
+    # Check the options.
     if reference not in ("plain", "generate"):
         raise SettingsError(f"--reference must be plain or generate, got {reference!r}")
     others = options.keywords().keys() - {"max_new_tokens", "seed"}
@@ -61,6 +62,7 @@ def verify(
             "--reference generate is for greedy decoding without other options; omit "
             f"{', '.join(sorted(map(flag_of, others)))}, or use --reference plain"
         )
+    # The drafter to verify.
     drafter = draft.resolve() or Adaptive()
     if isinstance(drafter, Plain) and reference == "plain":
         raise SettingsError("--drafter plain is plain decoding; compare it with --reference generate")
@@ -74,6 +76,7 @@ def verify(
 
     target = llm.target()
     same, rows = bit_equal_rows(target)
+    # Report, and exit with 1 if completions must be equal and are not.
     report = {
         "model": llm.name,
         "dtype": llm.dtype,

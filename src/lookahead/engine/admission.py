@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..drafters.adaptive.sources.base_table import BaseTable
 
 
-#: The rows that a pass may have whatever they cost.
+#: The rows that a pass may always have, whatever they cost.
 LEAST_ROWS = 64
 
 

@@ -101,7 +101,7 @@ class Tensor(NamedTuple):
 
 
 class _Damaged(Exception):
-    """The file is damaged. The message tells how; the caller adds the file's name."""
+    """The file is damaged. The message explains what is damaged; the caller adds the file's name."""
 
 
 class GGUFFile:

@@ -59,7 +59,7 @@ class GGUFSettings(Sizes):
 
 
 def check_file(file: GGUFFile) -> None:
-    """Check a file that transformers will read, as far as this library knows its architecture.
+    """Check a file that transformers will read, in full if this library knows its architecture.
 
     Raises:
         SettingsError: settings and tensors contradict each other.
@@ -83,7 +83,7 @@ def read_settings(file: GGUFFile) -> GGUFSettings:
             f"the architecture must be one of {', '.join(GGUF_NAMES)}, got {architecture!r:.60}"
         )
     if ROUTER in file.tensors:
-        raise Unsupported("the compiled path has no mixtures of experts")
+        raise Unsupported("the compiled path does not support mixtures of experts")
     names = GGUF_NAMES[architecture]
     read = Metadata(file, architecture, names)
     sizes = read_sizes(read)

@@ -110,7 +110,8 @@ class Metadata:
         value = self.number(key, default)
         if value < least or value != int(value):
             raise contradiction(
-                self.file, f"{self.architecture}.{key} must be a whole number from {least} on, got {value}"
+                self.file,
+                f"{self.architecture}.{key} must be a whole number of at least {least}, got {value}",
             )
         return int(value)
 
@@ -197,7 +198,7 @@ def read_sizes(read: Metadata) -> Sizes:
 
 
 def check_counts(file: GGUFFile) -> None:
-    """Check the counts of a file of any architecture, as far as its tensors confirm them.
+    """Check the counts of a file of any architecture against its tensors, where these determine them.
 
     Raises:
         SettingsError: counts and tensors contradict each other.
@@ -222,8 +223,8 @@ def check_counts(file: GGUFFile) -> None:
 def _check_heads(file: GGUFFile, architecture: str, hidden: int) -> None:
     """Check the numbers of heads against the rows of the projections.
 
-    Not if heads differ between layers (``key_length_swa``), nor for multi-head latent attention (DeepSeek), whose
-    keys are shorter than ``key_length`` (``key_length_mla``).
+    Files whose heads differ between layers (``key_length_swa``) are not checked, nor is multi-head latent attention
+    (DeepSeek), whose keys are shorter than ``key_length`` (``key_length_mla``).
     """
     prefix = f"{architecture}.attention."
     heads = file.metadata.get(f"{prefix}head_count")

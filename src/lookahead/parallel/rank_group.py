@@ -18,7 +18,7 @@ from .connect import Connections, check_same_model
 from .executor import serve
 from .wire import Message, RankError
 
-#: Seconds to wait until each rank has received the reason why all ranks end.
+#: Seconds to wait for each rank to receive the reason for the shutdown.
 SHUTDOWN_TIMEOUT = 5.0
 #: Compares two ranks' logits of one row, (V,) each. Returns what is wrong if they are too far apart, else "".
 Differ = Callable[[torch.Tensor, torch.Tensor], str]

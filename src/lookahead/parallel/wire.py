@@ -46,7 +46,7 @@ class RankError(LookaheadError):
 
 
 class DivergenceError(RankError):
-    """A rank has other tokens or computes other logits than rank 0."""
+    """A rank has different tokens from rank 0, or computes different logits."""
 
 
 class Link:

@@ -50,15 +50,18 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # The request's id: the client's if it is short and printable, else a new one.
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         name = given if 0 < len(given) <= 64 and given.isascii() and given.isprintable() else uuid.uuid4().hex
+        # What the log line needs. The application adds fields to the record.
         begin = monotonic()
         status = 0
         size = 0
         record: dict[str, Any] = {}
         scope.setdefault("state", {})["record"] = record
 
+        # Count the body as it arrives, because a chunked body has no content-length.
         async def counted() -> Message:
             nonlocal size
             message = await receive()
@@ -67,6 +70,7 @@ class Gate:
                 raise HTTPException(413)
             return message
 
+        # Note the status, and add the id to the headers.
         async def answered(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":

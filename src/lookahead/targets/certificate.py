@@ -28,6 +28,7 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
     R rows at several positions after random keys and values are evaluated in order, rotated by one, reversed, and
     with every other row replaced. Each row's logits, keys and values must be bit-identical.
     """
+    # A target of its own, with a cache for the prefix and one pass.
     target = exact_target_class(attention)(model, facts, attention)
     count = target.rows
     generator = torch.Generator().manual_seed(0)
@@ -46,11 +47,13 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
 
     def run(rows: Sequence[tuple[int, int]]) -> dict[int, list[torch.Tensor]]:
         """Logits, keys and values, by row."""
+        # Token set 1 gets other positions than token set 0.
         inputs: list[Row] = []
         for index, (token_set, r) in enumerate(rows):
             position = max(0, length - (11 + 30 * token_set) * r % length)
             column = length + index
             inputs.append((0, tokens[token_set][r], position, column, [column], position))
+        # Row r of the pass wrote column ``length`` + its index.
         logits = target._evaluate(inputs)
         written = [storage[:, 0, :, length : length + count] for storage in target.cache._storage.values()]
         return {
@@ -60,6 +63,7 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
 
     def first_difference(hooks: bool) -> str | None:
         """With hooks, name the first module whose outputs differ; without, only report whether any result differs."""
+        # The results of the first pass, and the outputs of its modules and of the present pass.
         first: dict[int, list[torch.Tensor]] = {}
         outputs: list[tuple[str, torch.Tensor]] = []
         first_outputs: list[tuple[str, torch.Tensor]] = []
@@ -74,11 +78,13 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
                 result = run(rows)
                 first = first or result
                 first_outputs = first_outputs or list(outputs)
+                # Compare module by module, in the order in which they ran.
                 for (name, before), (_, now) in zip(first_outputs, outputs, strict=False):
                     for index, (token_set, r) in enumerate(rows):
                         comparable = token_set == 0 and before.shape == now.shape
                         if comparable and not torch.equal(before[r], now[index]):
                             return name
+                # Compare logits, keys and values.
                 if any(not torch.equal(a, b) for r in same for a, b in zip(first[r], result[r], strict=True)):
                     return "its attention, or an operation between its modules"
         finally:
@@ -86,6 +92,7 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
                 handle.remove()
         return None
 
+    # Locate a difference only if there is one, because hooks are slow.
     with memory_errors(f"a pass of {count} rows"):
         if first_difference(hooks=False) is None:
             return None

@@ -62,7 +62,7 @@ NARROWEST = 256
 #: The share of device memory that captured passes may take, and that the cache of an unused store may take, for
 #: models with a share other than ``GRAPH_MEMORY`` (the option graph_memory).
 memory_shares: weakref.WeakKeyDictionary[PreTrainedModel, float] = weakref.WeakKeyDictionary()
-#: The maximum rows of a captured pass, for attentions with larger passes that found no memory when they were checked.
+#: The maximum rows of a captured pass, for attentions whose larger passes ran out of memory when they were checked.
 checked_rows: weakref.WeakKeyDictionary[TreeAttention, int] = weakref.WeakKeyDictionary()
 #: Held during a capture: torch allows one at a time in a process.
 capturing = threading.Lock()
@@ -197,11 +197,11 @@ class CapturedPass:
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
-            # A graph holds on to its memory, so a pass may fit where its graph does not.
+            # A graph keeps its memory allocated, so a pass may fit in memory even if its graph does not.
             target.graphs.drop_passes(kept=self)
             self._refused = True
             warnings.warn(
-                f"no memory is left to capture steps of {self.sequences} x {self.rows} rows; they run uncaptured and "
+                f"not enough memory to capture steps of {self.sequences} x {self.rows} rows; they run uncaptured and "
                 "slower, with the same result",
                 RuntimeWarning,
                 stacklevel=2,
@@ -308,7 +308,7 @@ class GraphStore:
                 ):
                     results = evaluate()
             except RuntimeError as error:
-                # A library that finds no memory invalidates the capture, whose end then raises another error.
+                # A library that runs out of memory invalidates the capture, whose end then raises another error.
                 if error.__context__ is not None and out_of_memory(error.__context__):
                     raise error.__context__ from None
                 raise
@@ -514,9 +514,8 @@ def _check_captures(
         result = compare(model, facts, lambda: CudaGraphTarget(model, facts, attention), kind=CapturedTrial)
     except OutOfMemory:
         raise
-    except (
-        Exception
-    ) as error:  # a model or a compiler may fail in any way on a pass that it was not designed for
+    # A model or a compiler may fail in any way on a pass that it was not designed for.
+    except Exception as error:
         if isinstance(error, torch.AcceleratorError):
             torch.cuda.synchronize(model.device)  # raises if the device can no longer be used
         if attention.backend == "triton" and not out_of_memory(error):
@@ -539,7 +538,7 @@ def host_reads(target: CudaGraphTarget) -> list[str]:
 
     Call it before any capture, because a failed capture leaves the device's random generator unusable. Every bucket
     of rows is evaluated once before the check, so kernels compile, or fail to, before the first request. Sizes with
-    at least as many rows as one that finds no memory are left out; ``checked_rows`` then has the limit.
+    at least as many rows as one that runs out of memory are left out; ``checked_rows`` then has the limit.
     """
     device = target.model.device
     sizes = [*((1, rows) for rows in BUCKETS), (2, BUCKETS[1])]
@@ -555,7 +554,7 @@ def host_reads(target: CudaGraphTarget) -> list[str]:
     if left_out := [one.sequences * one.rows for one in passes if one not in fit]:
         checked_rows[target.attention] = min(left_out) - 1
         warnings.warn(
-            f"no memory is left to check passes of {min(left_out)} rows or more; they run uncaptured and slower, "
+            f"not enough memory to check passes of {min(left_out)} rows or more; they run uncaptured and slower, "
             "with the same result",
             RuntimeWarning,
             stacklevel=8,
@@ -564,7 +563,7 @@ def host_reads(target: CudaGraphTarget) -> list[str]:
 
 
 def _evaluate_all(target: CudaGraphTarget, passes: Sequence[CapturedPass]) -> list[CapturedPass]:
-    """Evaluate passes, except those with as many rows as one that finds no memory. Returns those that fit."""
+    """Evaluate passes, except those with as many rows as one that runs out of memory. Returns those that fit."""
     fit: list[CapturedPass] = []
     too_many = inf
     for one in passes:

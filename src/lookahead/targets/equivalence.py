@@ -221,7 +221,7 @@ class CapturedTrial(Trial):
 
 def _forward(target: Target, trees: list[tuple[int, TokenTree]], repeats: int = 1) -> list[torch.Tensor]:
     slots, given = zip(*trees, strict=True)
-    for _ in range(repeats - 1):  # with exchanged trees, so that the last time has other slots and lengths
+    for _ in range(repeats - 1):  # swap the trees, so that the last time has other slots and lengths
         target.forward(list(zip(slots, given[::-1], strict=True)))
     rows = []
     for scores, (_, tree) in zip(target.forward(trees), trees, strict=True):

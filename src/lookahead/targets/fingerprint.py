@@ -54,8 +54,8 @@ INSTALLED = "_output_capturing_hooks_installed"
 
 
 def active_hooks(hooks: Mapping[int, Any]) -> list[Any]:
-    """Hooks that may change what a module computes: all except those that transformers leaves behind and this
-    library's own, with which a pass in another thread collects hidden states."""
+    """Hooks that may change what a module computes: all except those that transformers leaves behind and those
+    with which this library collects hidden states in another thread."""
     passive = CAPTURING, f"{__package__}.transformers"
     return [hook for hook in hooks.values() if getattr(hook, "__module__", None) not in passive]
 

@@ -34,7 +34,7 @@ def sizes_of(model: Any) -> tuple[int, int]:
     if compiled is not None:
         return compiled.vocabulary, compiled.blueprint.hidden
     if isinstance(model, OwnModel) or model.get_output_embeddings() is None:
-        raise SettingsError(f"a light head needs hidden states, and {_name(model)} does not give them")
+        raise SettingsError(f"a light head needs hidden states, and {_name(model)} does not provide them")
     rows, hidden = model.get_output_embeddings().weight.shape
     return rows, hidden
 
@@ -73,7 +73,7 @@ def make_head(model: Any, path: str, weights: HeadWeights) -> Any:
         SettingsError: the path provides no hidden states, or the head belongs to another model.
     """
     if path not in PATHS:
-        raise SettingsError(f"a light head needs hidden states, and the path {path!r} does not give them")
+        raise SettingsError(f"a light head needs hidden states, and the path {path!r} does not provide them")
     weights.check(*sizes_of(model), name=_name(model))
     embed, output = row_readers(model)
     if path == "cpu":
@@ -130,7 +130,7 @@ def head_of(
                 heads[key] = head
         except (NumericalError, OutOfMemory, SettingsError) as error:
             if wanted != "auto" or path in PATHS:  # "auto" was no explicit request
-                notice(f"{error}; decoding goes on without a light head")
+                notice(f"{error}; continuing without a light head")
     return heads[key]
 
 

@@ -16,7 +16,7 @@ from ..core import OutOfMemory
 NO_LIMIT = 1 << 30
 #: The share of a device's memory that the captured passes of a model may take (``targets.cuda_graphs``).
 GRAPH_MEMORY = 0.1
-#: Parts of the messages of allocators, and of CUDA's libraries, that find no memory.
+#: Substrings of out-of-memory errors from allocators and CUDA libraries.
 NO_MEMORY = ("can't allocate memory", "out of memory", "status_alloc_failed")
 
 

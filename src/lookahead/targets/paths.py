@@ -197,7 +197,7 @@ def _compiled(model: PreTrainedModel, facts: ModelFacts) -> tuple[CompiledModel 
     for path, weight in model.named_parameters():
         if type(weight.data) is not torch.Tensor and not configured:
             kind = type(weight.data).__name__
-            return None, f"compiled passes need weights as they are, and {path} is of type {kind}"
+            return None, f"compiled passes need plain torch tensors, but {path} is a {kind}"
     try:
         compiled = compile_model(model, facts)
     except Unsupported as error:

@@ -263,7 +263,7 @@ class PlainTarget:
 
     @contextmanager
     def _all_or_none(self, slots: Sequence[int]) -> Iterator[None]:
-        """If memory runs out in the block, all slots are as before. A single slot is not: its sequence ends."""
+        """If memory runs out in the block, restore all slots. A single slot is not restored: its sequence ends."""
         before = [(slot, self._caches[slot], self.lengths[slot]) for slot in slots]
         try:
             if len(slots) > 1:

@@ -1,8 +1,8 @@
 """Measures the cost curve of a target, once per model and machine, and compiles the drafter's code.
 
-The adaptive drafter itself drafts the timed steps, so their cost includes drafting. Only the emitted tokens are not
-the target's: each step emits the first child of the root, so that the next root has been evaluated before and has
-proposals.
+The adaptive drafter itself drafts the timed steps, so their cost includes drafting. However, the
+emitted tokens are not the target's: each step emits the first child of the root, so that the next root has already
+been evaluated and has proposals.
 
 Steps of one row and of k rows alternate, and only the faster half of each counts, because other work on the machine
 slows down individual steps. If even these vary too much, the process uses a typical curve, with the measured costs
@@ -47,9 +47,9 @@ PATIENCE = 2.0
 ROUNDS = 5
 #: The faster half of the rounds is steady if its slowest took at most this many times its fastest.
 STEADY = 1.15
-#: The cost of a row in long runs on a CPU, relative to the measurement. The measurement takes two seconds at the
-#: processor's highest frequency, and the faster half of the steps counts. Over minutes, on two cores of a shared
-#: host, four rows of SmolLM2 took 1.10 to 1.36 plain steps. A curve that is a fifth off costs 3 % at most.
+#: Correction for long runs on a CPU: the measurement runs for two seconds at the highest clock, and only the faster
+#: half of the steps counts. Over minutes, on two cores of a shared host, four rows of SmolLM2 took 1.10 to 1.36 plain
+#: steps. A curve that is off by a fifth costs 3 % at most.
 SUSTAINED = 1.25
 #: Steps after which the drafter proposes as many rows as it ever will.
 WARM_STEPS = 2
@@ -108,7 +108,7 @@ class Measurement:
                 rows.setdefault(context, {})[number] = 1 + self.sustained * more
             elif number == 1:
                 sequences[batch] = seconds / plain
-        # A context with plain steps only does not tell the cost of rows.
+        # Leave out contexts with plain steps only, which say nothing about the cost of rows.
         rows = {context: points for context, points in rows.items() if len(points) > 1} or rows
         drafting = median(self.drafting[min(self.drafting)]) / plain if self.drafting else 0.0
         return CostCurve(rows, sequences, drafting, plain)

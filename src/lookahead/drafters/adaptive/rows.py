@@ -40,9 +40,9 @@ import numpy as np
 from ...jit import compiled, int64
 from .memory import Memory
 
-#: The factor of a row's probability in F for each level below the first. The rule picks steps with high estimates,
-#: so overestimates prevail among the rows it picks, and more so the deeper the row: at the sixth level, 0.34 of the
-#: tokens were accepted where 0.44 were expected.
+#: The factor of a row's probability in F for each level below the first. The rule selects steps with high
+#: estimates, so the selected rows are biased towards overestimates, increasingly with depth: at the sixth level, 0.34
+#: of the tokens were accepted where 0.44 were expected.
 DEEPER = 0.88
 #: The product of the factors by depth; the last entry applies to all deeper rows.
 DISCOUNTS = DEEPER ** np.maximum(np.arange(64) - 1.0, 0)

@@ -67,6 +67,7 @@ def refuse(
 
     Arguments as in ``generate``; ``given`` has the assistant model, if any.
     """
+    # Options and inputs that are always rejected: (whether it is given, its name, what to do).
     batch = input_ids.shape[0]
     plain = "omit it, or call model.generate without custom_generate"
     refused = [
@@ -85,11 +86,13 @@ def refuse(
         (model_kwargs.get("inputs_embeds") is not None, "inputs_embeds", "pass input_ids"),
         (input_ids.shape[1] == 0, "an empty prompt", "pass at least one token"),
     ]
+    # Logits processors that evaluate the model themselves, or keep the state of one sequence.
     for processor in processors:
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             refused.append((True, "guidance_scale", plain))
         if isinstance(processor, SynthIDTextWatermarkLogitsProcessor) and batch > 1:
             refused.append((True, "a SynthID watermark for several sequences", "pass one sequence"))
+    # A caller's cache must be an empty DynamicCache for one sequence.
     cache = model_kwargs.get("past_key_values")
     if cache is not None and getattr(cache, "_is_user_defined", False):
         length = cache.get_seq_length()
@@ -98,8 +101,8 @@ def refuse(
             (batch > 1, "past_key_values for several sequences", "pass one sequence"),
             (not isinstance(cache, DynamicCache), f"past_key_values of type {type(cache).__name__}", plain),
         ]
-    supported = "only input_ids and attention_mask are supported"
-    # By now, transformers has encoded any images, and processors of such models mark their tokens in the prompt.
+    # Images, audio and video. By now, transformers has encoded them, and processors of such models mark their tokens
+    # in the prompt.
     multimodal = "mm_encoder_outputs" in model_kwargs
     text_only = "pass a text-only prompt, or call model.generate without custom_generate"
     encoded = model_kwargs.get("mm_encoder_outputs") or {}
@@ -109,10 +112,13 @@ def refuse(
         refused.append((media, f"the model input {key}", text_only))
         if multimodal and key in TOKEN_TYPES and value is not None:
             refused.append((bool(value.any()), f"{key} that mark images or other media", text_only))
+    # Names of options in other libraries, then all other keywords.
     refused += [(key in OTHER_NAMES, key, f"use {OTHER_NAMES.get(key)}") for key in model_kwargs]
+    supported = "only input_ids and attention_mask are supported"
     for key, value in model_kwargs.items():
         needed = key not in PREPARED and not (multimodal and key in TOKEN_TYPES)
         refused.append((needed and value is not None, f"the model input {key}", supported))
+    # Report the first.
     for condition, what, cure in refused:
         if condition:
             raise SettingsError(f"lookahead.generate does not support {what}; {cure}")

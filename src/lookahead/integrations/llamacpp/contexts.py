@@ -29,7 +29,7 @@ class Contexts:
 
     Args:
         weights: the loaded model.
-        cells: room of a new context, in tokens.
+        cells: capacity of a new context, in tokens.
     """
 
     def __init__(self, weights: Weights, cells: int) -> None:

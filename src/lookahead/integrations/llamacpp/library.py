@@ -41,8 +41,10 @@ CACHE_TYPES = {
     "q5_0": 6,
     "q5_1": 7,
 }
-#: The default type of cached keys and values, and the default room of a context in tokens.
-KV_TYPE, CELLS = "f16", 1024
+#: The default type of cached keys and values.
+KV_TYPE = "f16"
+#: The default capacity of a context in tokens.
+CELLS = 1024
 #: Return values of ``llama_decode``: no free cells, out of memory.
 NO_ROOM, NO_MEMORY = 1, -2
 #: The log level of errors in llama.cpp.
@@ -95,7 +97,7 @@ def _logged() -> str:
     """The errors logged by llama.cpp since the last call, in one line."""
     lines = [re.sub(r"^\w+: ", "", line) for line in _errors if line]
     _errors.clear()
-    return "; ".join(dict.fromkeys(lines))[:300] or "it gives no reason"
+    return "; ".join(dict.fromkeys(lines))[:300] or "no reason given"
 
 
 class Weights:
@@ -118,7 +120,7 @@ class Weights:
         if options.n_gpu_layers is not None:
             if options.n_gpu_layers and not lib.llama_supports_gpu_offload():
                 raise SettingsError(
-                    f"n_gpu_layers must be 0 where llama.cpp is built without a GPU, got {options.n_gpu_layers}; "
+                    f"n_gpu_layers must be 0 if llama.cpp is built without GPU support, got {options.n_gpu_layers}; "
                     f"build {PACKAGE} for the GPU (see its README)"
                 )
             parameters.n_gpu_layers = options.n_gpu_layers

@@ -86,7 +86,7 @@ class CompiledModel:
         fmt = self.fmt
         hidden = blueprint.hidden
         heads_size = blueprint.heads * blueprint.head_size
-        # The layers.
+        # The layers. Outputs of a residual branch are scaled by the residual factor.
         a, b = blueprint.activation
         memory: ArrayMemory | None = None
         for record, layer in zip(self._layers, blueprint.layers(), strict=True):
@@ -105,8 +105,8 @@ class CompiledModel:
             record["window"] = layer.window or EVERYTHING
             record["rotates"] = layer.rotary
             record["cap"] = layer.cap or 0.0
+        # The final norm and the head. Outputs that pad the vocabulary are never the best token.
         plan["final_norm"] = self._norm(blueprint.final_norm)
-        # Outputs that pad the vocabulary are never the best token.
         plan["lm_head"] = self._linear(
             blueprint.head, memory, blueprint.head_factor, cap=blueprint.head_cap, padding=float("-inf")
         )
@@ -121,6 +121,7 @@ class CompiledModel:
         else:
             plan["embedding"] = self._address(embedding)
         # Sizes and strides.
+        # Those of logits, of the largest logits of groups, and of the best tokens and their log-odds.
         self.top = min(TOP, self.vocabulary)
         self.logits_strides = (
             round_up(self.vocabulary, GROUP) * fmt.stored.bytes,

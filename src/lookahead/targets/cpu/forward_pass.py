@@ -134,6 +134,7 @@ def _pass_of(fmt: Format) -> Any:
     rotate, attend, find_top = rotate_of(fmt), _attend_of(fmt), _find_top_of(fmt)
     on_tiles, is_packed = fmt.kind == "tiles", fmt.kind == "packed"
 
+    # A linear whose outputs are added to x, for attention and feed-forward.
     def add_branch(
         p: Any, linear: Any, norm: Any, source: int, stride: int, worker: Any, stage: int, arrived: int
     ) -> Any:
@@ -151,12 +152,14 @@ def _pass_of(fmt: Format) -> Any:
 
     add_branch = compiled(add_branch, fmt.name)
 
+    # The whole pass. There is a barrier before each stage that reads what other threads wrote.
     def run(address: int, control: int, rank: int, size: int, arrived: int) -> None:
         p = plan_at(address)
         worker = Worker(control, rank, size)
         rows, stride = p.rows, p.normed_stride
         if on_tiles:
             configure_tiles(p.tile_config)
+        # Embeddings.
         begin, end = share(rows, rank, size)
         embed(p, begin, end)
         arrived = barrier(worker, arrived)

@@ -61,6 +61,7 @@ def norms_of(fmt: Format) -> tuple[Any, Any, Any]:
         Args:
             row_numbers: address of the rows of x to norm, as 64-bit integers; 0 for the first ``rows`` rows.
         """
+        # Every thread norms a few rows for itself; more rows are divided among the threads.
         out = p.normed
         begin = 0
         end = rows
@@ -68,6 +69,7 @@ def norms_of(fmt: Format) -> tuple[Any, Any, Any]:
             out += worker.rank * p.normed_each
         else:
             begin, end = share(rows, worker.rank, worker.size)
+        # Norm each row in fp32, and write it in the format's type.
         ws, bs = floats_at(norm.weight), floats_at(norm.bias)
         chosen = integers_at(row_numbers)
         for r in range(begin, end):
@@ -77,6 +79,7 @@ def norms_of(fmt: Format) -> tuple[Any, Any, Any]:
             mean, factor = statistics(source, p.hidden, norm)
             for i in range(p.hidden):
                 outs[i] = from_fp32((xs[i] - mean) * factor * ws[i] + bs[i])
+            # A gemm with packed weights reads quantized rows.
             if is_packed:
                 blocks = (p.hidden + BLOCK - 1) // BLOCK
                 quantize(out + p.normed_stride * r, blocks, 0, blocks)

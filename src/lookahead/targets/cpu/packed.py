@@ -33,8 +33,12 @@ from ...jit import MachineCode, compiled, entry
 from .operations import bytes_at, call, floats_at, integers_at, shorts_at, stack_memory
 from .vectors import fp16_at
 
-#: Inner numbers per block, outputs per panel, blocks per superblock.
-BLOCK, PANEL, SUPER = 32, 16, 8
+#: Inner numbers per block.
+BLOCK = 32
+#: Outputs per panel.
+PANEL = 16
+#: Blocks per superblock.
+SUPER = 8
 #: A quantized block of activations: the numbers; dx; dx times the sum of the numbers; and, for each zero point, the
 #: start of the integer sums, which is -zero times the sum of the numbers (for 32, that of each half of the block).
 QUANTIZED = np.dtype(
@@ -195,12 +199,14 @@ def _read_block_of(kind: Kind) -> Any:
     five = kind.bits == 5
     upper = 32 if five else 0  # bytes of fifth bits in a superblock
 
+    # Q8_0: an fp16 scale, then signed bytes, which become unsigned ones.
     def bytes_with_a_scale(raw: Any, block: int, q: Any, scales: Any) -> None:
         start = block * size
         scales[0], scales[1] = raw[start], raw[start + 1]
         for e in range(32):
             q[e] = _byte(raw, start + 2 + e) ^ 128
 
+    # Q4_0, Q4_1, Q5_0, Q5_1: fp16 scale and offset, fifth bits, then bytes of which each has numbers e and e + 16.
     def halves_with_fp16_scales(raw: Any, block: int, q: Any, scales: Any) -> None:
         fifth = block * size + head
         start = fifth + (4 if five else 0)
@@ -215,6 +221,7 @@ def _read_block_of(kind: Kind) -> Any:
                 high = _byte(raw, fifth + 2 + e // 8) >> e % 8 & 1
             q[e], q[16 + e] = (both & 15) | low << 4, (both >> 4) | high << 4
 
+    # Q4_K, Q5_K: 4 bytes of factors, 12 of scales and offsets, 32 of fifth bits, then two blocks in each 32 bytes.
     def superblock_of_4_or_5_bits(raw: Any, block: int, q: Any, scales: Any) -> None:
         start, j = block // 8 * size, block % 8
         scales[0], scales[1] = _scale_and_offset(raw, start + 4, j)
@@ -224,6 +231,8 @@ def _read_block_of(kind: Kind) -> Any:
                 value |= (_byte(raw, start + 16 + e) >> j & 1) << 4
             q[e] = value
 
+    # Q6_K: 128 bytes of lower halves, 64 of upper bits, then a scale for each half of a block. Half a superblock has
+    # four blocks in its 64 bytes of lower halves and 32 of upper bits.
     def superblock_of_6_bits(raw: Any, block: int, q: Any, scales: Any) -> None:
         start, j = block // 8 * size, block % 8
         scales[0], scales[1] = raw[start + 192 + 2 * j], raw[start + 193 + 2 * j]
@@ -232,6 +241,7 @@ def _read_block_of(kind: Kind) -> Any:
             value = _byte(raw, start + 64 * n + 32 * (j % 2) + e) >> 4 * (j // 2) & 15
             q[e] = value | (_byte(raw, start + 128 + 32 * n + e) >> 2 * j & 3) << 4
 
+    # The reader of this kind.
     if kind.bits == 8:
         read = bytes_with_a_scale
     elif not kind.grouped:
@@ -251,12 +261,14 @@ def _packer(kind: Kind) -> Any:
     first_super = 208 if kind.bits == 6 else 0  # offset of the factors in a superblock of the file
     read_block = _read_block_of(kind)
 
+    # Numbers that are not quantized are only transposed.
     def pack_plain(source: int, lane: int, inner: int, out: int) -> None:
         raw, panel = bytes_at(source), bytes_at(out)
         for i in range(inner):  # (inner, 16)
             for k in range(number_bytes):
                 panel[(i * PANEL + lane) * number_bytes + k] = raw[i * number_bytes + k]
 
+    # A panel has the quants of all blocks, then their scales, then the factors of the superblocks.
     def pack_quantized(source: int, lane: int, inner: int, out: int) -> None:
         blocks = inner // BLOCK
         raw = bytes_at(source)
@@ -290,6 +302,7 @@ def _packer(kind: Kind) -> Any:
             else:
                 for k in range(scale_bytes // PANEL):
                     at[k // 2 * 2 * PANEL + lane * 2 + k % 2] = scales[k]
+        # The factors of the superblocks.
         if grouped:
             for s in range(blocks // SUPER):
                 for k in range(super_bytes // PANEL):
@@ -298,6 +311,7 @@ def _packer(kind: Kind) -> Any:
 
     pack_output = compiled(pack_plain if bits > 8 else pack_quantized, kind.name)
 
+    # Output n goes to lane n % 16 of panel n // 16.
     def pack(
         raw: int, row_bytes: int, rows: int, panels: int, inner: int, out: int, panel_bytes: int
     ) -> None:
@@ -338,6 +352,7 @@ def _decoder(kind: Kind) -> Any:
     offsets = kind.offsets
     two_scales = kind.halves > 1
 
+    # Numbers that are not quantized are only widened.
     def decode_plain(panel: int, lane: int, inner: int, out: int) -> None:
         numbers, wide, shorts = floats_at(out), floats_at(panel), shorts_at(panel)
         for i in range(inner):
@@ -349,6 +364,7 @@ def _decoder(kind: Kind) -> Any:
             else:
                 numbers[i] = fp16_at(panel + 2 * place)
 
+    # A number is scale * (quant - zero point) + offset.
     def decode_quantized(panel: int, lane: int, inner: int, out: int) -> None:
         blocks = inner // BLOCK
         numbers = floats_at(out)

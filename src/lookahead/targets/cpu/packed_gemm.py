@@ -73,12 +73,19 @@ AHEAD = 16384
 ONE_RUN = VNNI and WIDTH == LANES
 #: In all four bytes of a word: the lower half, bit 4, and bits 4 and 5.
 LOWER, BIT_4, BITS_4_5 = 0x0F0F0F0F, 0x10101010, 0x30303030
-#: Bytes of a row of sums, of a vector, of the totals of 32 rows, and of the totals kept between runs.
-LINE, VECTOR, KEPT, ALL_KEPT = 4 * GROUP, 64, 64 * ROW_BLOCK, 2 * 64 * ROW_BLOCK
+#: Bytes of a row of sums.
+LINE = 4 * GROUP
+#: Bytes of a vector.
+VECTOR = 64
+#: Bytes of the totals of 32 rows, and of all totals kept between runs.
+KEPT = VECTOR * ROW_BLOCK
+ALL_KEPT = 2 * KEPT
 #: Offsets in a row's quantized block of its scale, its scaled sum, and the initial totals by zero point.
 RECORD = QUANTIZED.itemsize
 _AT = offsets_of(QUANTIZED)
-SCALE, SCALED_SUM, START = _AT["scale"], _AT["scaled_sum"], {n: _AT[f"start_{n}"] for n in (8, 16, 32, 128)}
+SCALE = _AT["scale"]
+SCALED_SUM = _AT["scaled_sum"]
+START = {n: _AT[f"start_{n}"] for n in (8, 16, 32, 128)}
 
 quantized_at = record_at(QUANTIZED)
 
@@ -107,9 +114,8 @@ def _five_bits(quants: int, half: int) -> Any:
 @inlined
 def _six_bits(quants: int, half: int) -> Any:
     w0, w1, w2, w3 = _four_bits(quants, half)
-    upper = load_words(
-        quants + 256 + 64 * half
-    )  # bits 2t and 2t + 1 of a byte belong to vector t of the half
+    # Bits 2t and 2t + 1 of a byte belong to vector t of the half.
+    upper = load_words(quants + 256 + 64 * half)
     return (
         w0 | upper << 4 & BITS_4_5,
         w1 | upper << 2 & BITS_4_5,

@@ -420,8 +420,8 @@ def read_model(file: GGUFFile) -> PackedModel:
     blueprint, settings, decoded = blueprint_of_file(file)
     for kind, size in decoded.items():
         warnings.warn(
-            f"{file.path.name}: the compiled path has no {kind} blocks; those tensors are decoded to bfloat16, "
-            f"which takes {size / 1e6:.0f} MB",
+            f"{file.path.name}: the compiled path does not support {kind} blocks; those tensors are decoded to "
+            f"bfloat16, which takes {size / 1e6:.0f} MB",
             UserWarning,
             stacklevel=2,
         )
