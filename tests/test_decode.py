@@ -1,5 +1,8 @@
 """The loop on a target in pure Python: exactness, stopping, limits, errors, statistics."""
 
+from functools import partial
+from math import isnan
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +32,7 @@ from lookahead.drafters import (
     as_drafter,
 )
 from lookahead.drafters.adaptive.cost import CostCurve
+from lookahead.drafters.names import METHODS
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, repetitive_text, run
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [3]]
@@ -294,6 +298,55 @@ def test_drafts_whose_logits_are_nan_end_no_sequence():
     assert ours.finish_reason == "length"
     (plain,) = run(FakeTarget(16, next_token), [Request([1, 2, 3], Plain(), 40)])
     assert ours.tokens == plain.tokens
+
+
+class Overflowing(FakeTarget):
+    """Only rows of the true text have logits; those of other tokens are NaN, and their best tokens mean nothing."""
+
+    def __init__(self, text):
+        def next_token(prefix):
+            return text[len(prefix)] if list(prefix) == text[: len(prefix)] else -1
+
+        super().__init__(32, next_token)
+
+    def forward(self, trees):
+        scores = super().forward(trees)
+        for one in scores:
+            one.top = partial(self.top, one.top)
+        return scores
+
+    @staticmethod
+    def top(top, nodes, k):
+        ids, odds = top(nodes, k)
+        return [[2**31 - 1] * k if isnan(o[0]) else i for i, o in zip(ids, odds, strict=True)], odds
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [*METHODS, Lookahead(4, 4, 4), Lookahead(3, 2, 3), Jacobi(8), Adaptive(rows=48, window_size=5)],
+    ids=str,
+)
+def test_nan_logits_off_the_path_change_no_token(drafter):
+    prompt, new = [1, 2, 3, 1, 2, 3], 60
+    (plain,) = run(FakeTarget(32), [Request(prompt, Plain(), new)])
+    text = prompt + plain.tokens
+    (ours,) = run(Overflowing(text), [Request(prompt, as_drafter(drafter), new)])
+    assert ours.error is None
+    assert ours.tokens == plain.tokens
+
+
+def test_jacobi_keeps_a_guess_whose_row_is_nan():
+    def next_token(prefix):
+        return -1 if prefix[-1] == 8 else prefix[-1] + 1
+
+    target = FakeTarget(32, next_token)
+    target.prefill([(0, [1])])
+    state = Jacobi(4).start(Start([1], 2))
+    state._guesses = [7, 8, 9]
+    tree = state.draft(8)
+    (scores,) = target.forward([(0, tree)])
+    state.observe(tree, scores, [0], [3])
+    assert state.draft(8).tokens == [3, 8, 9]
 
 
 def test_nan_logits_end_one_sequence_and_not_the_others():

@@ -320,6 +320,19 @@ def test_a_head_that_is_always_wrong_changes_no_token():
     assert result.tokens == plain.tokens
 
 
+def test_guesses_whose_logits_are_nan_are_not_proposed():
+    class Overflown(Oracle):
+        def guess(self, states, tokens, k):
+            states, ids, logs = super().guess(states, tokens, k)
+            return states, np.full_like(ids, 2**31 - 1), np.full_like(logs, np.nan)
+
+    plain = decoded(Plain())
+    head = Overflown(None, PROMPT + plain.tokens)
+    result = decoded(Adaptive(rows=8, window_size=0), head)
+    assert head.calls
+    assert result.tokens == plain.tokens
+
+
 def test_broken_verification_is_noticed(accept_a_wrong_node):
     head = Oracle(None, [0] * 100)
     with pytest.raises((AssertionError, lookahead.LookaheadError)):

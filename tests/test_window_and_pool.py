@@ -38,6 +38,13 @@ def test_an_end_token_is_harvested_and_replaced():
     assert 2 not in window.levels[0]
 
 
+def test_a_column_without_a_token_closes_no_ngram_and_is_refilled():
+    window = counting_window(3, 2)
+    window.add_to(TokenTree(1))
+    assert window.advance(1, [5, -1, 7], frozenset()) == [(1, 5), (101, 7)]
+    assert window.levels == [[102, 7]]
+
+
 @given(st.integers(1, 6), st.integers(2, 6), st.lists(st.integers(0, 9), min_size=12, max_size=24))
 def test_the_window_narrows_and_reopens(width, ngram_size, limits):
     """Its shape is right at any width limit per step; without a limit, it is full after N - 1 steps."""

@@ -61,8 +61,10 @@ class FakeScores:
         return token
 
     def row(self, node: int) -> list[float]:
-        """Logits (V,): 2 for the best token, and a fixed pattern between -1 and 1 for the others."""
-        best = self.best(node)
+        """Logits (V,): 2 for the best token, and a fixed pattern between -1 and 1 for the others; or all NaN."""
+        best = self._target.next_token(self._context(node))
+        if best < 0:
+            return [math.nan] * self._target.vocabulary
         return [2.0 if t == best else math.sin(t * 12.9898 + best) for t in range(self._target.vocabulary)]
 
     def top(self, nodes: abc.Sequence[int], k: int) -> tuple[list[list[int]], list[list[float]]]:

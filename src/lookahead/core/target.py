@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from .errors import NumericalError
 from .tree import TokenTree
 
 #: A target's promise: how a sequence decoded with drafts compares with plain decoding on the same target.
@@ -36,7 +37,8 @@ class Scores(Protocol):
 
         Returns:
             (ids, log-odds), both n x k (n x V if V < k), best first, as numpy arrays or nested lists. Log-odds are
-            logit minus largest logit, so the first column is 0.
+            logit minus largest logit, so the first column is 0. If a logit of a row is NaN, all its log-odds are NaN
+            and its tokens mean nothing.
         """
         ...
 
@@ -48,6 +50,14 @@ class Scores(Protocol):
             target does not provide hidden states.
         """
         ...
+
+
+def best_or_nan(scores: Scores, node: int) -> int:
+    """The token with the largest logit under ``node``; -1 if a logit is NaN."""
+    try:
+        return scores.best(node)
+    except NumericalError:
+        return -1
 
 
 class Target(Protocol):

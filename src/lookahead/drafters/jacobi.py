@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, TokenTree
+from ..core.target import best_or_nan
 from .checks import check_whole, text_form
 from .window import fill_tokens
 
@@ -89,10 +90,14 @@ class JacobiDraftState(DraftState):
             self._given_up += 1
             self._begin_block()
             return
-        # The rows from the first wrong guess on predict the next iterate. Guesses without a row are kept.
+        # The rows from the first wrong guess on predict the next iterate; row i predicts guess i. Guesses without a
+        # row, or whose row has NaN logits, are kept.
         needed = self._unknown - 1
         rows = range(len(tokens), min(len(tree), len(tokens) + needed))
-        self._guesses = [scores.best(node) for node in rows] + self._guesses[len(tree) :]
+        answers = [best_or_nan(scores, node) for node in rows]
+        kept = self._guesses[len(tokens) :]
+        known = [answer if answer >= 0 else guess for answer, guess in zip(answers, kept, strict=False)]
+        self._guesses = known + self._guesses[len(tree) :]
         del self._guesses[needed:]
 
     def stats(self) -> dict[str, float]:

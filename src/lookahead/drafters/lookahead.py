@@ -21,6 +21,7 @@ from ..core import (
     TokenTree,
     common_prefix,
 )
+from ..core.target import best_or_nan
 from .checks import check_flag, check_whole, text_form
 from .pool import NGramPool, ngrams_of
 from .window import Window, fill_tokens
@@ -217,7 +218,7 @@ class LookaheadDraftState(DraftState):
         self._matched += max((common_prefix(candidate, accepted) for candidate in self._offered), default=0)
 
         # Advance the window, and add the n-grams that it completed to the pool.
-        new = [scores.best(node) for node in window.newest_nodes()]
+        new = [best_or_nan(scores, node) for node in window.newest_nodes()]
         self._entered = [n for n in window.advance(text[-1], new, self._eos) if n[0] not in self._eos]
         for ngram in self._entered:
             pool.add(ngram[0], ngram[1:])

@@ -126,17 +126,18 @@ class Window:
 
         Args:
             root: the token at the root of the step.
-            new: the target's tokens, one per column.
+            new: the target's tokens, one per column; -1 where its logits are NaN (a random token may overflow
+                float16), which is no n-gram and is replaced by a guess.
             eos: tokens that end a sequence; they may end an n-gram, but are not kept as guesses.
 
         Returns:
-            The new n-grams, one per column (shorter than N during the warm-up).
+            The new n-grams, one per column with a token (shorter than N during the warm-up).
         """
         if not self.levels:
             return []
         columns = [[root, *self.levels[0]], *self.levels[1:]]
-        ngrams = [tuple(column) for column in zip(*columns, new, strict=True)]
-        clean = [self._fill() if token in eos else token for token in new]
+        ngrams = [tuple(column) for column in zip(*columns, new, strict=True) if column[-1] >= 0]
+        clean = [self._fill() if token < 0 or token in eos else token for token in new]
         if self.full:
             self.levels.append(clean)
             del self.levels[0]

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from ..core import NumericalError, OutOfMemory, Scores, Target, TokenTree
+from ..core import OutOfMemory, Scores, Target, TokenTree
 from ..core.errors import first_line, summary
-from ..core.target import positions_left
+from ..core.target import best_or_nan, positions_left
 from .wire import Link, Message, RankError
 
 _MODULUS = (1 << 61) - 1
@@ -121,14 +121,6 @@ def below(missing: Sequence[int], shard: TokenTree) -> TokenTree:
     )
     tree.needs_logits = [*[False] * count, *shard.needs_logits]
     return tree
-
-
-def best_or_nan(scores: Scores, row: int) -> int:
-    """The argmax, or -1 for NaN."""
-    try:
-        return scores.best(row)
-    except NumericalError:
-        return -1
 
 
 def as_tensor(row: Any) -> torch.Tensor:

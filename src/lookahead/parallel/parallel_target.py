@@ -17,7 +17,8 @@ import torch
 
 from ..core import LookaheadError, NumericalError, OutOfMemory, Scores, TokenTree
 from ..core.errors import summary
-from .executor import RankExecutor, as_lists, as_tensor, best_or_nan
+from ..core.target import best_or_nan
+from .executor import RankExecutor, as_lists, as_tensor
 from .rank_group import RankGroup
 from .shard import Shards, shard
 from .wire import DivergenceError, RankError

@@ -370,7 +370,7 @@ class Grower:
         return int(learning.learn(self._packed, ids, odds, length, rows, self.rows))
 
     def answers(self, rows: int) -> list[int]:
-        """The target's token under each of the first ``rows`` rows of the last step, as far as known."""
+        """The target's token under each of the first ``rows`` rows of the last step, as far as known; -1 for NaN."""
         own: list[int] = self.memory.own[:rows].tolist()
         return own
 

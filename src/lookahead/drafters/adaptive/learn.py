@@ -112,7 +112,7 @@ def _judge(memory: Memory, length: int) -> int:
 
 @compiled
 def _find_own(memory: Memory, ids: Any, odds: Any) -> None:
-    """The target's token under each row: the argmax of its logits, with the noise added when sampling.
+    """The target's token under each row: the argmax of its logits, with the noise added when sampling; -1 for NaN.
 
     Only the best tokens of a row are known, so sampling may miss a token with large noise.
     """
@@ -130,7 +130,7 @@ def _find_own(memory: Memory, ids: Any, odds: Any) -> None:
                     if score > highest:
                         highest = score
                         best = i
-        memory.own[node] = ids[node, best]
+        memory.own[node] = -1 if np.isnan(odds[node, 0]) else ids[node, best]
 
 
 @compiled
@@ -141,7 +141,7 @@ def _keep_answers(memory: Memory, length: int) -> None:
     answers[:] = -1
     for node in range(memory.tree.sizes[0].rows):
         depth = memory.tree.nodes[node].depth - length
-        if 0 <= depth < len(answers):
+        if 0 <= depth < len(answers) and own[node] >= 0:
             for index in range(ANSWERS):
                 if answers[depth, index] == own[node]:
                     break
@@ -172,6 +172,7 @@ def learn(packed: Any, ids: Any, odds: Any, length: int, rows: int, window_start
         packed: the memory. Rows from ``sizes.rows`` on were added by others (the window); their token and parent are
             set.
         ids, odds: (rows, top) int32 and float32: the best tokens under each row, and their log-odds against the best.
+            Nothing is learned from rows of NaN (a token that is not the target's own may overflow float16).
         length: number of accepted rows and emitted tokens, at the start of ``memory.path`` and ``memory.tokens``.
         rows: number of rows in the step.
         window_start: the first row of the window.

@@ -89,6 +89,8 @@ def _rank(memory: Memory, node: int) -> None:
     tokens[:] = -1
     if step.sampled == 0:
         for index in range(min(len(tokens), len(ids))):
+            if np.isnan(logs[index]):  # the head has overflowed
+                break
             tokens[index], kinds[index] = ids[index], greedy_guess_kind(logs[index])
         return
 
@@ -96,7 +98,7 @@ def _rank(memory: Memory, node: int) -> None:
     temperature = np.float32(step.temperature)
     kept = 0
     for i in range(len(ids)):
-        if ids[i] < 0 or ids[i] >= step.vocabulary:
+        if ids[i] < 0 or ids[i] >= step.vocabulary or np.isnan(logs[i]):
             continue
         score = (logs[i] - logs[0]) / temperature + noise_of(memory, int64(row.depth), ids[i])
         if kept == len(tokens) and score <= scores[kept - 1]:

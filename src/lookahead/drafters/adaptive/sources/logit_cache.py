@@ -188,7 +188,9 @@ def _write(cache: Cache, order: int, entry: int, ids: Any, odds: Any, origin: in
 
 @compiled
 def write_rows(memory: Memory, ids: Any, odds: Any, length: int, window_start: int) -> None:
-    """Store all rows of a step. Rows overwrite others with equal keys, so unlikely ones come first and the path last.
+    """Store all rows of a step, except those of NaN.
+
+    Rows overwrite others with equal keys, so unlikely ones come first and the path last.
 
     Args:
         ids, odds: (rows, top): the best tokens of each row, and their log-odds against the best.
@@ -202,13 +204,16 @@ def write_rows(memory: Memory, ids: Any, odds: Any, length: int, window_start: i
     for order in range(ORDERS):
         # All lookups come first, so that their cache misses overlap: a forward pass evicts the tables from the cache.
         for node in range(count - 1, -1, -1):
-            nodes[node].entry = _entry_for(cache, order, key_of(memory, order, node))
+            if not np.isnan(odds[node, 0]):
+                nodes[node].entry = _entry_for(cache, order, key_of(memory, order, node))
         for node in range(count - 1, -1, -1):
-            origin = REJECTED if node < window_start else WINDOW
-            _write(cache, order, nodes[node].entry, ids[node], odds[node], origin, keep_all)
+            if not np.isnan(odds[node, 0]):
+                origin = REJECTED if node < window_start else WINDOW
+                _write(cache, order, nodes[node].entry, ids[node], odds[node], origin, keep_all)
         for i in range(length):
             node = memory.path[i]
-            _write(cache, order, nodes[node].entry, ids[node], odds[node], ON_PATH, keep_all)
+            if not np.isnan(odds[node, 0]):
+                _write(cache, order, nodes[node].entry, ids[node], odds[node], ON_PATH, keep_all)
         _evict(cache, order)
 
 

@@ -61,7 +61,7 @@ class WindowSource:
 
         Args:
             root: the token at the root of the step.
-            answers: the target's token under each row.
+            answers: the target's token under each row; -1 where its logits are NaN.
             rows: number of window rows in the tree.
             credited: tokens accepted because of the window.
         """
