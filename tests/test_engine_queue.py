@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from lookahead.core import Engine, LookaheadError, PassFailed, Request
+from lookahead.core import Engine, LookaheadError, OutOfMemory, PassFailed, Request, SettingsError
 from lookahead.drafters import Lookahead, Plain, PromptLookup
 from lookahead.engine.prefix_cache import PrefixTarget, with_prefixes
 from lookahead.engine.text import TextDecoder
@@ -200,6 +200,126 @@ def test_a_failed_pass_ends_what_was_in_it_and_the_others_go_on():
     assert [results[tag].tokens for tag in (2, 3, 4)] == plain_texts(5)[2:]
 
 
+class Letters:
+    """A tokenizer: A is token 0, B is token 1, ..."""
+
+    def decode(self, tokens, **options):
+        return "".join(chr(65 + token) for token in tokens)
+
+
+def counting(prefix):
+    return (prefix[-1] + 1) % VOCABULARY
+
+
+def counting_request(new=30, stops=(), **more):
+    """A request of which every step emits several tokens."""
+    text = TextDecoder(Letters(), (), list(stops))
+    return Request([*range(VOCABULARY), 0], PromptLookup(), new, detokenizer=text, **more)
+
+
+def updates_of(engine):
+    """All updates, by sequence."""
+    updates = {}
+    while engine.busy:
+        for update in engine.step():
+            updates.setdefault(update.sequence, []).append(update)
+    return updates
+
+
+def tokens_of(updates):
+    return [token for update in updates for token in update.tokens]
+
+
+@pytest.mark.parametrize("stops", [(), ("never",)])
+@pytest.mark.parametrize("place", ["choose", "finished"])
+def test_tokens_before_an_error_in_the_same_step_are_part_of_the_update(place, stops):
+    emitted = []
+
+    def choose(scores, node):
+        emitted.append(scores.best(node))
+        if place == "choose" and len(emitted) == 16:
+            raise ValueError("on purpose")
+        return emitted[-1]
+
+    def finished(token):
+        if place == "finished" and len(emitted) == 15:
+            raise ValueError("on purpose")
+
+    engine = Engine(lambda: FakeTarget(VOCABULARY, counting))
+    sequence = engine.add(counting_request(choose=choose, finished=finished, stops=stops))
+    updates = updates_of(engine)[sequence]
+    assert sequence.result.finish_reason == "error"
+    assert sequence.result.tokens == list(range(1, 16)) == tokens_of(updates)
+    assert sequence.result.text == "BCDEFGHIJKLMNOP" == "".join(update.piece for update in updates)
+    last = updates[-1]
+    assert len(last.path) == len(last.tokens) > 1
+    assert [last.tree.tokens[node] for node in last.path[1:]] == last.tokens[:-1]
+    assert sequence.stats.tokens_per_step.total() == len(updates) - 1
+
+
+def test_tokens_of_a_step_whose_commit_fails_are_part_of_the_update():
+    class Failing(FakeTarget):
+        commits = 0
+
+        def commit(self, paths):
+            self.commits += 1
+            if self.commits == 2:
+                raise RuntimeError("a commit that fails")
+            super().commit(paths)
+
+    engine = Engine(lambda: Failing(VOCABULARY, counting))
+    short, long = (engine.add(counting_request(new)) for new in (15, 40))
+    updates = updates_of(engine)
+    assert (short.result.finish_reason, long.result.finish_reason) == ("length", "error")
+    assert isinstance(long.result.error, PassFailed)
+    assert short.result.error is None
+    assert short.result.text == "BCDEFGHIJKLMNOP"
+    for sequence in (short, long):
+        assert len(sequence.result.tokens) >= 15
+        assert sequence.result.tokens == tokens_of(updates[sequence])
+        assert sequence.result.text == "".join(update.piece for update in updates[sequence])
+
+
+@pytest.mark.parametrize("call", ["prefill", "forward", "commit"])
+def test_a_failed_pass_over_a_prompt_replaces_the_target(call):
+    made = []
+
+    def make():
+        made.append(FakeTarget(VOCABULARY))
+        return made[-1]
+
+    def fail(*given):
+        raise RuntimeError("a pass that fails")
+
+    engine = Engine(make, max_sequences=2, prompt_rows=8)
+    wanted = requests(4)
+    for request in wanted:
+        request.prompt = [*request.prompt, *range(10)]  # more than one chunk
+    texts = [run(FakeTarget(VOCABULARY), [Request(r.prompt, Plain(), 30)])[0].tokens for r in wanted]
+    for request in wanted:
+        engine.add(request)
+    setattr(made[0], call, fail)
+    results = drain(engine)
+    assert len(made) == 2
+    assert isinstance(results[0].error, PassFailed)
+    assert [results[tag].tokens for tag in (2, 3)] == texts[2:]
+
+
+@pytest.mark.parametrize("error", [SettingsError("no such token"), OutOfMemory("too long")], ids=repr)
+def test_a_prompt_that_the_target_refuses_ends_alone(error):
+    class Refusing(FakeTarget):
+        def prefill(self, prompts):
+            scores = super().prefill(prompts)
+            if prompts[0][1] == [7, 7]:
+                raise error
+            return scores
+
+    target = Refusing(VOCABULARY)
+    refused, fine = run(target, [Request([7, 7], Plain(), 5), Request([1, 2], Plain(), 5)])
+    assert refused.error is error
+    assert fine.finish_reason == "length"
+
+
 def test_a_target_that_cannot_be_made_again_is_an_error_of_each_sequence():
     targets = [FakeTarget(VOCABULARY)]
     engine = Engine(lambda: targets.pop(), max_sequences=1)
@@ -260,10 +380,6 @@ def test_an_engine_goes_on_with_the_target_of_another_one():
 
 
 def test_stop_strings_of_a_text_end_the_sequence():
-    class Letters:
-        def decode(self, tokens, **options):
-            return "".join(chr(65 + token) for token in tokens)
-
     (request,) = requests(1)
     whole = "".join(chr(65 + token) for token in plain_texts(1)[0])
     stop = whole[9:11]

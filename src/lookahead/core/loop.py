@@ -46,8 +46,11 @@ from .tree import TokenTree
 from .verify import verify
 
 UNLIMITED_SEQUENCES = 1 << 20
-#: The result of a forward pass for one sequence: emitted tokens, accepted path and tree; see ``Update``.
-Step = tuple[list[int], list[int], TokenTree | None]
+#: The errors of a target that concern one prompt: it has to be shorter, or other tokens. After any other error, the
+#: target's state is unknown.
+OF_A_PROMPT = (NumericalError, OutOfMemory, SettingsError)
+#: The accepted path and the tree of one sequence in a forward pass; see ``Update``.
+Step = tuple[list[int], TokenTree]
 
 
 class PassFailed(LookaheadError):
@@ -58,19 +61,30 @@ class _ended_by_errors:
     """``with _ended_by_errors(sequence, "the drafter"):`` an exception in the block ends this sequence alone.
 
     A class rather than a generator for speed, like ``timed``.
+
+    Args:
+        sequence: the sequence.
+        what: what the block does, as in ``failure``.
+        kinds: the exceptions that end the sequence; others pass.
     """
 
-    __slots__ = ("_sequence", "_what")
+    __slots__ = ("_kinds", "_sequence", "_what")
 
-    def __init__(self, sequence: Sequence, what: str) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        what: str,
+        kinds: type[Exception] | tuple[type[Exception], ...] = Exception,
+    ) -> None:
         self._sequence = sequence
         self._what = what
+        self._kinds = kinds
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) or not isinstance(error, self._kinds):
             return False
         self._sequence.fail(failure(self._what, error))
         return True
@@ -190,7 +204,10 @@ class Engine:
         self._in_step = True  # from here on, an interrupt leaves the target in an unknown state
         steps: dict[Sequence, Step] = {}
         try:
-            steps = self._evaluate_trees() if trees else self._evaluate_prompts()
+            if trees:
+                self._evaluate_trees(steps)
+            else:
+                self._evaluate_prompts()
             for sequence in running:
                 if sequence.finish_reason is not None:
                     self._drop(sequence)
@@ -201,9 +218,10 @@ class Engine:
             self._new_slots = count()
             failed = failure("the forward pass", error, PassFailed)
             for sequence in running:
-                sequence.fail(failed)
+                if sequence.finish_reason is None:
+                    sequence.fail(failed)
         for sequence in running:
-            if sequence in steps or sequence.finish_reason is not None:
+            if sequence.fresh or sequence.finish_reason is not None:
                 updates.append(self._update(sequence, *steps.get(sequence, ())))
         self._in_step = False
         return updates
@@ -250,21 +268,19 @@ class Engine:
                 yield self._update(sequence)
 
     def _update(
-        self,
-        sequence: Sequence,
-        tokens: list[int] | None = None,
-        path: list[int] | None = None,
-        tree: TokenTree | None = None,
+        self, sequence: Sequence, path: list[int] | None = None, tree: TokenTree | None = None
     ) -> Update:
         """The update of a sequence after a step. Releases a sequence that has ended, and sets its result."""
         piece = ""
         result = None
+        tokens = sequence.fresh
+        sequence.reported = len(sequence.tokens)
         with _ended_by_errors(sequence, "detokenization"):
-            piece = sequence.read(tokens or [])
+            piece = sequence.read(tokens)
         if sequence.finish_reason is not None:
             self._drop(sequence)
             result = sequence.close()
-        return Update(sequence, tokens or [], piece, path or [], tree, result)
+        return Update(sequence, tokens, piece, path or [], tree, result)
 
     def _drop(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended, if still present: read its drafter's statistics and release its slot."""
@@ -284,9 +300,8 @@ class Engine:
 
     # ------------------------------------------------------------------------------- prompts
 
-    def _evaluate_prompts(self) -> dict[Sequence, Step]:
+    def _evaluate_prompts(self) -> None:
         """Evaluate up to ``prompt_rows`` prompt rows. Sequences with a complete prompt emit their first token."""
-        steps: dict[Sequence, Step] = {}
         room = self.prompt_rows
         for sequence in list(self._prefilling):
             if room <= 0:
@@ -294,16 +309,20 @@ class Engine:
             if sequence.slot < 0:
                 sequence.slot = self._free_slots.pop() if self._free_slots else next(self._new_slots)
             begin = sequence.evaluated
-            with _ended_by_errors(sequence, "prompt evaluation"), timed("prefill", [sequence.stats]):
-                scores, last = self._evaluate_prompt(sequence, room)
-                reused = 0 if begin else sequence.cached
-                room -= sequence.evaluated - begin - reused
-                if sequence.evaluated == len(sequence.request.prompt):
-                    steps[sequence] = [self._begin(sequence, scores, last)], [], None
-        return steps
+            with timed("prefill", [sequence.stats]):
+                with _ended_by_errors(sequence, "prompt evaluation", OF_A_PROMPT):
+                    scores, rows = self._evaluate_prompt(sequence, room)
+                    reused = 0 if begin else sequence.cached
+                    room -= sequence.evaluated - begin - reused
+                if sequence.finish_reason is not None:
+                    continue
+                with _ended_by_errors(sequence, "prompt evaluation"):
+                    self._read_prompt(sequence, scores, rows, begin)
+                    if sequence.evaluated == len(sequence.request.prompt):
+                        self._begin(sequence, scores, rows[-1])
 
-    def _evaluate_prompt(self, sequence: Sequence, room: int) -> tuple[Scores, int]:
-        """Evaluate and commit up to ``room`` more tokens of a prompt, as a chain. Returns (scores, last row)."""
+    def _evaluate_prompt(self, sequence: Sequence, room: int) -> tuple[Scores, list[int]]:
+        """Evaluate and commit up to ``room`` more tokens of a prompt, as a chain. Returns (scores, scored rows)."""
         target = self._require_target()
         request = sequence.request
         slot = sequence.slot
@@ -315,7 +334,7 @@ class Engine:
         if begin:
             room = min(room, target.depth_limit(slot) + 1)
         piece = request.prompt[begin : begin + room]
-        sequence.evaluated = end = begin + len(piece)
+        sequence.evaluated = begin + len(piece)
         # The first chunk is a prefill, later ones are chains under committed tokens.
         if not begin:
             (scores,) = target.prefill([(slot, piece)])
@@ -329,12 +348,18 @@ class Engine:
             (scores,) = target.forward([(slot, chain)])
             rows = chain.needs_logits_nodes()
             target.commit([(slot, range(len(piece)))])
-        if request.read_prompt is not None:
-            for row, token in zip(rows, request.prompt[begin + 1 : end + 1], strict=False):
-                request.read_prompt(scores, row, token)
-        return scores, rows[-1]
+        return scores, rows
 
-    def _begin(self, sequence: Sequence, scores: Scores, last: int) -> int:
+    @staticmethod
+    def _read_prompt(sequence: Sequence, scores: Scores, rows: list[int], begin: int) -> None:
+        """Call the request's ``read_prompt`` for the tokens predicted by these rows of a chunk."""
+        request = sequence.request
+        if request.read_prompt is not None:
+            predicted = request.prompt[begin + 1 : sequence.evaluated + 1]
+            for row, token in zip(rows, predicted, strict=False):
+                request.read_prompt(scores, row, token)
+
+    def _begin(self, sequence: Sequence, scores: Scores, last: int) -> None:
         """Emit the first token of a sequence whose prompt is in the cache, and start its drafter."""
         token = sequence.choose(scores, last)
         sequence.first_token = monotonic()
@@ -342,43 +367,50 @@ class Engine:
             sequence.start_drafting(self._require_target().vocabulary)
         self._prefilling.remove(sequence)
         self._decoding.append(sequence)
-        return token
 
     # ------------------------------------------------------------------------------- trees
 
-    def _evaluate_trees(self) -> dict[Sequence, Step]:
-        """One step of all sequences whose prompts are in the cache; returns those that did not fail."""
+    def _evaluate_trees(self, steps: dict[Sequence, Step]) -> None:
+        """One step of all sequences whose prompts are in the cache. Adds those that emitted tokens to ``steps``."""
         target = self._require_target()
         stats = [sequence.stats for sequence in self._decoding]
         evaluated = self._draft_and_forward(target, stats)
-        steps: dict[Sequence, Step] = {}
         with timed("verify", stats):
             for sequence, tree, scores in evaluated:
                 if sequence.finish_reason is not None:  # its code failed during the forward pass
                     continue
+                path: list[int] = []
                 with _ended_by_errors(sequence, "choosing a token"):
-                    try:
-                        path, tokens = verify(tree, partial(sequence.choose, scores), sequence.emit)
-                    except NumericalError:
-                        # A masked row can still affect the root: in attention, 0 times NaN is NaN.
-                        if len(tree) == 1:
-                            raise
-                        self._without_drafts.add(sequence)
-                        continue
-                    if sequence in self._without_drafts:
-                        self._note_nan_drafts(sequence)
+                    path = self._verify(sequence, tree, scores)
+                tokens = sequence.fresh
+                if tokens:
+                    # After an error in the middle of the walk, the path is that of the tokens emitted before it.
+                    path = path or [0, *tree.chain(tokens[:-1])]
                     sequence.stats.count_step(len(tree), tree.verifiable(), len(tokens))
-                    steps[sequence] = tokens, path, tree
+                    steps[sequence] = path, tree
+        paths = [(sequence.slot, path) for sequence, (path, _) in steps.items() if sequence.error is None]
         with timed("commit", stats):
-            if steps:
-                target.commit([(sequence.slot, path) for sequence, (_, path, _) in steps.items()])
+            if paths:
+                target.commit(paths)
         with timed("observe", stats):
             for sequence, tree, scores in evaluated:
-                if sequence in steps:
-                    tokens, path, _ = steps[sequence]
+                if sequence in steps and sequence.error is None:
                     with _ended_by_errors(sequence, "the drafter"):
-                        _state_of(sequence).observe(tree, scores, path, tokens)
-        return steps
+                        _state_of(sequence).observe(tree, scores, steps[sequence][0], sequence.fresh)
+
+    def _verify(self, sequence: Sequence, tree: TokenTree, scores: Scores) -> list[int]:
+        """Emit the tokens of a step. Returns the accepted path; [] if the step has to be repeated without drafts."""
+        try:
+            path, _ = verify(tree, partial(sequence.choose, scores), sequence.emit)
+        except NumericalError:
+            # A masked row can still affect the root: in attention, 0 times NaN is NaN.
+            if len(tree) == 1 or sequence.fresh:
+                raise
+            self._without_drafts.add(sequence)
+            return []
+        if sequence in self._without_drafts:
+            self._note_nan_drafts(sequence)
+        return path
 
     def _note_nan_drafts(self, sequence: Sequence) -> None:
         """Warn once that the root's logits were NaN only with drafts, and let the sequence draft again."""
@@ -389,7 +421,7 @@ class Engine:
                 "the logits of a step were NaN with drafts but not without; such steps are evaluated twice (the "
                 "output does not change). float16 overflows in some models; try bfloat16",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _draft_and_forward(
@@ -433,7 +465,7 @@ class Engine:
         return drafted
 
     def _make_smaller(self, drafted: list[tuple[Sequence, TokenTree]], error: OutOfMemory) -> None:
-        """After a pass that did not fit in memory: halve the rows, or end the longest sequence if each tree has one."""
+        """After a pass that did not fit in memory: halve the rows; if each tree has one, end the longest sequence."""
         rows = max(len(tree) for _, tree in drafted)
         if rows == 1:
             # Its memory goes to the others.

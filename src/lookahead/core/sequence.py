@@ -133,7 +133,7 @@ class Sequence:
 
     ``finish_reason`` is None until the sequence ends, then "stop" (an end token or a stop string), a reason that
     ``Request.finished`` returned, "length", "cancelled", or "error" with ``error`` set. Tokens emitted before an
-    error are kept.
+    error are kept, and are part of an update.
 
     Attributes:
         request: the request, as the engine admitted it.
@@ -141,6 +141,7 @@ class Sequence:
         evaluated: tokens of the prompt that are in the cache.
         cached: how many of those reuse the keys and values of an earlier sequence.
         tokens: the emitted token ids.
+        reported: how many of them were part of an update.
         stats: statistics so far.
         choose: the request's ``choose`` as an object.
         drafting: the drafter's state; None until the prefill is done.
@@ -153,6 +154,7 @@ class Sequence:
     evaluated: int = 0
     cached: int = 0
     tokens: list[int] = field(default_factory=list)
+    reported: int = 0
     finish_reason: str | None = None
     error: LookaheadError | None = None
     stats: Stats = field(default_factory=Stats)
@@ -166,15 +168,21 @@ class Sequence:
         self.choose = as_choose(self.request.choose)
         self.stats.prompt_tokens = len(self.request.prompt)
 
+    @property
+    def fresh(self) -> list[int]:
+        """The emitted tokens that were not part of an update yet."""
+        return self.tokens[self.reported :]
+
     def emit(self, token: int) -> bool:
         """Append the next token. Returns whether it ends the sequence."""
         request = self.request
         text = self.request.detokenizer
         self.tokens.append(token)
         self.stats.new_tokens += 1
-        reason = request.finished(token) if request.finished is not None else None
         # Stop strings need the text now; otherwise ``read`` decodes it after the step.
-        if text is not None and text.stops and self._push(text, token) and reason is None:
+        stopped = text is not None and text.stops and self._push(text, token)
+        reason = request.finished(token) if request.finished is not None else None
+        if reason is None and stopped:
             reason = "stop"
         if reason is None and token in request.eos:
             reason = "stop"
@@ -220,9 +228,9 @@ class Sequence:
             raise failure("detokenization", error) from error
 
     def fail(self, error: LookaheadError) -> None:
-        """End the sequence with an error."""
+        """End the sequence with an error. The first error stays."""
         self.finish_reason = "error"
-        self.error = error
+        self.error = self.error or error
 
     def close(self) -> Result:
         """Set and return the result of a sequence that has ended."""
@@ -247,7 +255,7 @@ class Update:
 
     Attributes:
         sequence: the sequence.
-        tokens: the token ids that the step emitted; [] if the sequence ended without a step.
+        tokens: the token ids that the step emitted, also before an error; [] if the sequence ended without a step.
         piece: text that became safe to show, possibly "".
         path: the accepted rows of the tree, root first; [] without a tree.
         tree: the rows that were evaluated; None for the prefill and for an end without a step.

@@ -67,7 +67,8 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
                 self._steps += 1
                 record |= {"path": update.path, "tree": tree.tokens, "parents": tree.parents}
                 shown.update(tree.tokens)
-            details = sequence.drafting.trace(tree)
+            # After an error, the drafter may not have observed the step.
+            details = sequence.drafting.trace(tree) if sequence.error is None else {}
             for name in ("ngrams", "ngrams_of_text"):
                 shown.update(token for ngram in details.get(name, ()) for token in ngram)
             texts = self._texts(shown)
