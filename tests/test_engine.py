@@ -417,8 +417,11 @@ def test_invalid_prompts_are_refused(llm, prompt, match):
         ({"no_repeat_ngram_size": 0}, "no_repeat_ngram_size"),
         ({"min_new_tokens": 200}, r"at most max_new_tokens \(128\)"),
         ({"seed": 1.5}, "seed must be"),
-        ({"stop": ["a", ""]}, "stop string must have"),
-        ({"stop": [3]}, "stop string must have"),
+        ({"stop": ["a", ""]}, r"stop must be a non-empty string or a list of them, got \['a', ''\]"),
+        ({"stop": ""}, "stop must be a non-empty string or a list of them, got ''"),
+        ({"stop": [3]}, "stop must be a non-empty string or a list of them, got .3."),
+        ({"stop": 5}, "stop must be a non-empty string or a list of them, got 5"),
+        ({"stop": b"x"}, "stop must be a non-empty string or a list of them, got b'x'"),
         ({"logits_processor": 3}, "logits_processor must be"),
         ({"bad_words": [""]}, "bad word"),
         ({"bad_words": "foo"}, "bad_words must be a list of strings or of lists of token ids, got 'foo'"),
@@ -493,6 +496,14 @@ def test_an_unknown_keyword_suggests_the_nearest_one(llm, call):
         max_tokens=5,
     )
     refused("unknown option 'whatever'; known are", getattr(llm, call), prompt, whatever=5)
+
+
+@pytest.mark.parametrize(("name", "only"), [("engine", "llama.cpp"), ("parallel", "lookahead")])
+@pytest.mark.parametrize("value", [True, 5, "x", b"lookahead", ["llama.cpp"]], ids=repr)
+def test_an_option_of_one_string_takes_nothing_else(name, only, value):
+    with pytest.raises(SettingsError, match=rf"{name} must be '{only}' or None, got "):
+        LoadOptions(**{name: value})
+    assert getattr(LoadOptions(**{name: only}), name) == only
 
 
 def test_an_unknown_keyword_of_load_suggests_the_nearest_one(folder):

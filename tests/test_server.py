@@ -161,6 +161,11 @@ def test_log_probabilities_are_the_targets_own(served):
     assert shown["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
     assert len(shown["tokens"]) == len(shown["top_logprobs"]) == len(ids)
     assert shown["text_offset"] == [len("".join(shown["tokens"][:i])) for i in range(len(ids))]
+    # An end token is not part of the completion.
+    (end,) = served.llm.eos
+    ended = post(served, logprobs=1, echo=True, logit_bias={str(end): 100})["choices"][0]
+    assert (ended["finish_reason"], ended["text"]) == ("stop", PROMPT)
+    assert len(ended["logprobs"]["tokens"]) == len(served.llm.encode(PROMPT))
     content = chat(served, logprobs=True, top_logprobs=2, max_tokens=4)["choices"][0]["logprobs"]["content"]
     for entry in content:
         assert entry["logprob"] == pytest.approx(

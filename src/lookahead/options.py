@@ -161,7 +161,7 @@ def _listed(value: Any) -> list[Any]:
     """A value, a sequence of values, or None, as a list."""
     if value is None:
         return []
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    return list(value) if _sequence(value) else [value]
 
 
 def at_least(low: int, high: float = inf, more: str = "") -> Rule:
@@ -175,6 +175,11 @@ def one_of(*values: str) -> Rule:
     return f"one of {', '.join(values)}", values.__contains__
 
 
+def only(value: str) -> Rule:
+    """A single string, or None."""
+    return f"{value!r} or None", lambda given: bool(given == value)
+
+
 COUNT = at_least(1)
 KEPT = at_least(0)
 SHARE = ("above 0 and at most 1", lambda p: _number(p) and 0 < p <= 1)
@@ -186,8 +191,17 @@ WORDS = (
     "a list of strings or of lists of token ids",
     lambda given: _sequence(given) and all(map(_word, given)),
 )
+STOPS = (
+    "a non-empty string or a list of them",
+    lambda given: all(isinstance(text, str) and text != "" for text in _listed(given)),
+)
 SEEDS = ("a list of whole numbers", lambda given: _sequence(given) and all(map(_whole, given)))
 CALLABLES = ("a callable or a list of callables", lambda given: all(map(callable, _listed(given))))
+#: The option ``prefix_cache`` of ``load`` and of the server, which differ in its default and its rule.
+prefix_cache_option = partial(
+    option,
+    help="Number of finished sequences whose keys and values are kept for prompts with the same prefix.",
+)
 #: llama.cpp's types for cached keys and values.
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 #: Drafter names for help texts.
@@ -222,7 +236,7 @@ class MachineOptions(OptionSet):
         None,
         "llama.cpp evaluates a GGUF file through the package llama-cpp-python, with every architecture, quantization "
         "and device that it supports. The next five options are named as in that package.",
-        ("'llama.cpp' or None", "llama.cpp".__eq__),
+        only("llama.cpp"),
         metavar="llama.cpp",
     )
     n_gpu_layers: int | None = option(
@@ -296,18 +310,14 @@ class LoadOptions(MachineOptions):
     revision: str | None = option(None, "Revision of a hub id.")
     trust_remote_code: bool = option(False, "Allow the model's own code to run.")
     local_files_only: bool = option(False, "Do not use the network.")
-    prefix_cache: int = option(
-        0,
-        "Number of finished sequences whose keys and values are kept for prompts with the same prefix.",
-        KEPT,
-    )
+    prefix_cache: int = prefix_cache_option(0, rule=KEPT)
     parallel_timeout: float | None = option(
         None, "Under torchrun: seconds after which a silent rank is considered hung; the default is 120."
     )
     parallel: str | None = hidden(
         None,
         "'lookahead' divides every step among the processes that torchrun started.",
-        ("'lookahead' or None", "lookahead".__eq__),
+        only("lookahead"),
     )
     drafter: Any = hidden(None, "The default drafter of calls.")
 
@@ -340,7 +350,7 @@ class Options(OptionSet):
         common=True,
     )
     stop: str | Sequence[str] | None = option(
-        None, "Stop string, before which the completion ends; a list for several.", kind=list[str]
+        None, "Stop string, before which the completion ends; a list for several.", STOPS, kind=list[str]
     )
     ignore_eos: bool = option(False, "Continue after the model's end tokens.", YES_OR_NO)
     min_new_tokens: int | None = option(
@@ -398,9 +408,6 @@ class Options(OptionSet):
             raise SettingsError(
                 f"min_new_tokens must be at most max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}"
             )
-        for text in self.stops:
-            if not isinstance(text, str) or not text:
-                raise SettingsError(f"a stop string must have at least 1 character, got {text!r}")
         if any(len(word) == 0 for word in self.bad_words or ()):
             raise SettingsError("a bad word must be a string or a list of token ids, got an empty one")
         for name, _, _ in self.warpers():

@@ -130,7 +130,7 @@ class ParallelTarget:
         ranks: number of ranks.
         executor: evaluates rank 0's shards.
         steps: number of forward passes so far.
-        rows_per_rank: for each step, the number of rows of each rank: its shards and the missing rows that it
+        rows_per_rank: the number of rows of each rank in the last step: its shards and the missing rows that it
             recomputes.
     """
 
@@ -148,7 +148,7 @@ class ParallelTarget:
         self.ranks = rank_group.connections.size
         self.executor = RankExecutor(inner)
         self.steps = 0
-        self.rows_per_rank: list[list[int]] = []
+        self.rows_per_rank: list[int] = []
         #: Number of accepted tokens whose KV rows the rank lacks, by rank and slot.
         self._missing: list[dict[int, int]] = [{} for _ in range(rank_group.connections.size)]
         self._pending: dict[int, tuple[TokenTree, Shards]] = {}
@@ -182,12 +182,10 @@ class ParallelTarget:
             slots = [slot for slot, _ in trees]
             sizes = [[len(part) for _, part in some] for some in parts]
             by_rank, above = self._together(lambda: self.executor.forward(parts[0]), slots, sizes, whole)
-            self.rows_per_rank.append(
-                [
-                    sum(size) + sum(missing[s] for s in slots)
-                    for size, missing in zip(sizes, self._missing, strict=True)
-                ]
-            )
+            self.rows_per_rank = [
+                sum(size) + sum(missing[s] for s in slots)
+                for size, missing in zip(sizes, self._missing, strict=True)
+            ]
             self._pending.update((slot, (tree, own)) for (slot, tree), own in pairs)
             return [
                 ParallelScores(own, [passes[b] for passes in by_rank], [rows[b] for rows in above])

@@ -129,9 +129,12 @@ class Answer:
         if logprobs is None:
             return []
         end = len(part.entries) + len(update.tokens)
-        fresh = logprobs.tokens[len(part.entries) : end]
-        ends = part.request.eos  # not part of the completion
-        return [self.entry(part, entry) for entry in fresh if entry.token not in ends]
+        return self._entries(part, logprobs.tokens[len(part.entries) : end])
+
+    def _entries(self, part: Part, tokens: abc.Iterable[TokenLogProb]) -> list[dict[str, Any]]:
+        """The log-probabilities of emitted tokens, except for an end token, which is not part of the completion."""
+        ends = part.request.eos
+        return [self.entry(part, entry) for entry in tokens if entry.token not in ends]
 
     def _statistics(self, part: Part, into: dict[str, Any]) -> None:
         result = self.sequences[part.index].result
@@ -260,7 +263,7 @@ class CompletionAnswer(Answer):
                 first = self.entry(part, TokenLogProb(part.request.prompt[0], 0.0, []))
                 before = [self.entry(part, entry) for entry in part.logprobs.prompt]
                 entries = [first | {"logprob": None, "top": None}, *before]
-                entries += [self.entry(part, entry) for entry in part.logprobs.tokens]
+                entries += self._entries(part, part.logprobs.tokens)
         return self.delta(part, text, entries)
 
 

@@ -22,6 +22,7 @@ from ..options import (
     at_least,
     offered,
     option,
+    prefix_cache_option,
 )
 
 
@@ -72,7 +73,12 @@ class Settings(MachineOptions, DrafterOptions):
     max_queue: int = option(
         256, "Maximum queue length; further requests are rejected with status 429.", KEPT, common=True
     )
-    max_rows: int = option(256, "Maximum rows of a step that a request may set by W,N,G.", at_least(1, 4096))
+    max_rows: int = option(
+        256,
+        "Maximum rows of a step that a request may set by W,N,G. To limit the rows of adaptive, use the drafter "
+        "adaptive:max_rows=N.",
+        at_least(1, 4096),
+    )
     row_budget: int | None = option(
         None,
         "Maximum rows of all trees in one pass; drafting scales back under load. In captured passes on a GPU, every "
@@ -86,11 +92,7 @@ class Settings(MachineOptions, DrafterOptions):
         "Prompt rows in one pass; longer prompts are evaluated in chunks, alternating with steps.",
         COUNT,
     )
-    prefix_cache: int = option(
-        8,
-        "Number of finished sequences whose keys and values are kept for prompts with the same prefix.",
-        at_least(0, 1024),
-    )
+    prefix_cache: int = prefix_cache_option(8, rule=at_least(0, 1024))
     max_body_bytes: int = option(4 << 20, "Maximum size of a request body, in bytes.", at_least(1024))
     max_choices: int = option(16, "Maximum completions per request (prompts times n).", COUNT)
     request_timeout: float = option(600.0, "Seconds until a request times out.", POSITIVE_SECONDS)
