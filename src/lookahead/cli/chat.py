@@ -15,7 +15,7 @@ from ..engine.prompts import chat_prompt, has_chat_template
 from ..options import DraftOptions, LoadOptions, Options
 from .adapter import with_options
 from .console import note, problem, summary
-from .shared import load_model, warm_pool
+from .shared import load_model, warm_state
 
 if TYPE_CHECKING:
     from ..core import Result
@@ -77,7 +77,7 @@ def chat(
 ) -> None:
     """Chat with a model; answers stream as tokens are accepted."""
     llm = load_model(load, draft.resolve())
-    with warm_pool(llm, draft.warm) as kept:
+    with warm_state(llm, draft.warm) as kept:
         if not kept and isinstance(llm.drafter, Adaptive):  # all answers of a conversation share one state
             kept = {"drafter": replace(llm.drafter, state=llm.warm_state())}
         _converse(llm, system, options.keywords() | kept)

@@ -19,7 +19,7 @@ from ..options import DraftOptions, LoadOptions, Options, OptionSet, flag_of
 from ..records import RecordWriter, drop_torn_line, read_records
 from .adapter import with_options
 from .console import Interrupted, as_record, compared, diverged, is_follower, note, progress_bar, summary
-from .shared import dismiss, load_model, read_bytes, read_text, warm_pool
+from .shared import dismiss, load_model, read_bytes, read_text, warm_state
 from .task import Task
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOpt
     if not text:
         raise SettingsError("the prompt must not be empty, got an empty string")
     llm = load_model(load, drafter)
-    with warm_pool(llm, draft.warm) as kept:
+    with warm_state(llm, draft.warm) as kept:
         raise typer.Exit(_one(llm, text, task, options.keywords() | kept))
 
 
@@ -313,7 +313,7 @@ def run_batch(
         equal = []
         sink = _Stdout() if output is None else RecordWriter(output, append=True)
         try:
-            with sink, warm_pool(llm, warm) as kept, progress_bar() as bar:
+            with sink, warm_state(llm, warm) as kept, progress_bar() as bar:
                 shown = bar.add_task("", total=len(jobs), completed=done)
                 for record in _records(llm, todo, task, options | kept):
                     sink.write(record)

@@ -45,7 +45,7 @@ def quiet() -> None:
 
 
 @contextmanager
-def warm_pool(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
+def warm_state(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
     """Options that make adaptive continue from a file. What it learns is written back, even after an error."""
     if file is None:
         yield {}

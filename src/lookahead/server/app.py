@@ -28,7 +28,7 @@ from ..core import LookaheadError, SettingsError, Update
 from ..engine.prompts import has_chat_template
 from ..llm import LLM
 from .api_errors import Refused, error_body, error_response, status_of
-from .engine_thread import Loop
+from .engine_thread import EngineThread
 from .gate import Gate, log_to_stderr
 from .protocol import (
     ChatRequest,
@@ -300,7 +300,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
 class _Uvicorn(uvicorn.Server):
     """Stops the loop first on shutdown, so that streams end properly."""
 
-    def __init__(self, config: uvicorn.Config, loop: Loop, seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, loop: EngineThread, seconds: float) -> None:
         super().__init__(config)
         self._loop = loop
         self._seconds = seconds

@@ -20,7 +20,7 @@ from .settings import Settings
 log = logging.getLogger("lookahead.server")
 
 
-class Loop:
+class EngineThread:
     """The thread and its engine.
 
     Args:

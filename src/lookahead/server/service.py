@@ -9,7 +9,7 @@ from time import monotonic
 from ..llm import LLM
 from ..loading import load_with
 from .api_errors import Refused
-from .engine_thread import Loop
+from .engine_thread import EngineThread
 from .metrics import Metrics
 from .prepare import Preparer
 from .settings import Settings
@@ -40,7 +40,7 @@ class Server:
         self.failed: Callable[[], None] = lambda: None
         self.say: Callable[[str], None] = lambda line: None
         self.address = ""
-        self.loop = Loop(
+        self.loop = EngineThread(
             self._prepare, settings, self.metrics, lambda: self.failed(), lambda: self._say_ready()
         )
         self._created = monotonic()

@@ -74,7 +74,7 @@ def bucket_of(number: int, buckets: Sequence[int] = BUCKETS) -> int | None:
     return next((bucket for bucket in buckets if bucket >= number), None)
 
 
-class Step(NamedTuple):
+class SlotStep(NamedTuple):
     """One sequence's part of a step: its slot, its number of committed tokens T, and its tree."""
 
     slot: int
@@ -100,7 +100,7 @@ class Parts(NamedTuple):
             *(buffer[at : at + prod(shape)].view(shape) for at, shape in zip(starts, shapes, strict=False))
         )
 
-    def fill(self, steps: Sequence[Step]) -> None:
+    def fill(self, steps: Sequence[SlotStep]) -> None:
         """Write a step, padded to the bucket sizes."""
         sequences, rows = self.ids.shape
         steps = [*steps, *[steps[0]] * (sequences - len(steps))]
@@ -165,13 +165,13 @@ class CapturedPass:
         self.bytes = 0
         self._warm = self._refused = False
 
-    def describe(self, steps: Sequence[Step]) -> None:
+    def describe(self, steps: Sequence[SlotStep]) -> None:
         """Copy a step to the device."""
         numbers = torch.zeros(len(self.numbers), dtype=torch.int32)
         Parts.of(numbers, self.sequences, self.rows).fill(steps)
         self.numbers.copy_(pinned(numbers, torch.int32, self.device), non_blocking=True)
 
-    def run(self, target: CudaGraphTarget, steps: Sequence[Step]) -> CopiedLogits:
+    def run(self, target: CudaGraphTarget, steps: Sequence[SlotStep]) -> CopiedLogits:
         """The logits (B, Q, V) of the steps' trees, and the hidden states if any tree needs them, in memory that the
         next step does not overwrite."""
         self.describe(steps)
@@ -428,7 +428,7 @@ class CudaGraphTarget(GraphTarget):
 
     def _evaluate(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         """Evaluate trees in one pass."""
-        steps = [Step(slot, self.lengths[slot], tree) for slot, tree in trees]
+        steps = [SlotStep(slot, self.lengths[slot], tree) for slot, tree in trees]
         sequences, rows = bucket_of(len(trees), BATCHES), bucket_of(max(len(tree) for _, tree in trees))
         if sequences is None or rows is None:
             return super().forward(trees)
@@ -547,7 +547,7 @@ def host_reads(target: CudaGraphTarget) -> list[str]:
     with target.with_room("a step", [(0, BUCKETS[-1])]):
         passes = [CapturedPass(*size, target.cache.capacity, device) for size in sizes]
         for one in passes:
-            one.describe([Step(0, 0, TokenTree(0))])
+            one.describe([SlotStep(0, 0, TokenTree(0))])
         fit = _evaluate_all(target, passes)
         with noticed_waits(device) as found:
             fit = _evaluate_all(target, fit)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class TargetPath:
     """One way to evaluate the steps of a transformers model.
 
     Attributes:
@@ -104,7 +104,7 @@ def make_target(
             return made
         reason = made
         if path == "auto" and each.notice:
-            remember(model, f"notice {each.name}", partial(_warn, f"{each.notice.format(reason=reason)}"))
+            remember(model, f"notice {each.name}", partial(_warn, each.notice.format(reason=reason)))
     if exact and path == "auto":
         raise SettingsError(f"exact=True is not available for this model: {reason}; omit exact")
     raise SettingsError(f"the {path} path is not available for this model: {reason}; use path='auto'")
@@ -320,18 +320,18 @@ def _plain(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) ->
 
 #: All paths of transformers models. ``path="auto"`` takes the first that suits a model and works.
 PATHS = (
-    Path("cpu", True, lambda model, probed: probed.mode == "tree" and not on_gpu(model), _cpu),
-    Path(
+    TargetPath("cpu", True, lambda model, probed: probed.mode == "tree" and not on_gpu(model), _cpu),
+    TargetPath(
         "cuda-graph",
         False,
         lambda model, probed: probed.mode == "tree" and on_gpu(model),
         _cuda_graph,
         "steps are not captured: {reason}; using the transformers path, with the same result",
     ),
-    Path("transformers", False, lambda model, probed: probed.mode == "tree", _transformers),
-    Path("exact", True, lambda model, probed: probed.mode == "tree", _exact),
-    Path("batch-rows", False, lambda model, probed: probed.mode == "batch-rows", _batch_rows),
-    Path("plain", True, lambda model, probed: probed.mode != "tree", _plain),
+    TargetPath("transformers", False, lambda model, probed: probed.mode == "tree", _transformers),
+    TargetPath("exact", True, lambda model, probed: probed.mode == "tree", _exact),
+    TargetPath("batch-rows", False, lambda model, probed: probed.mode == "batch-rows", _batch_rows),
+    TargetPath("plain", True, lambda model, probed: probed.mode != "tree", _plain),
 )
 NAMES = tuple(path.name for path in PATHS)
 
