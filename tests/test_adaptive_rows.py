@@ -13,7 +13,6 @@ import pytest
 from families import tiny_model
 from lookahead.bench import step_cost
 from lookahead.core import Request, Start, TokenTree
-from lookahead.core.target import positions_left
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive import measure
 from lookahead.drafters.adaptive.cost import CostCurve
@@ -221,7 +220,7 @@ def test_positions_are_not_the_depth_of_a_tree(family, path):
     target = make_target(tiny_model(family, initializer_range=0.1, max_position_embeddings=1024), path=path)
     target.prefill([(0, [3] * 900)])
     assert target.depth_limit(0) < 100
-    assert positions_left(target, 0) == 1024 - 1 - 900
+    assert target.positions_left(0) == 1024 - 1 - 900
 
 
 def test_the_cost_of_steps_in_exact_mode_is_measured():

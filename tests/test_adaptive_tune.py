@@ -229,12 +229,14 @@ def test_a_curve_that_other_work_disturbed_is_neither_used_nor_kept(toy, monkeyp
     assert load_curve(model_key(llm.model, llm.target().path)) is None
 
 
-@pytest.mark.parametrize(("path", "costs"), [("cpu", (1.2, 1.7)), ("transformers", (4.75, 9.75))])
-def test_a_disturbed_measurement_counts_where_rows_cost_more_than_usual(path, costs, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("compiled", "costs"), [(True, (1.2, 1.7)), (False, (4.75, 9.75))])
+def test_a_disturbed_measurement_counts_where_rows_cost_more_than_usual(
+    compiled, costs, monkeypatch, tmp_path
+):
     """On llama.cpp's engine each row may cost a whole step: the compiled path's typical curve would draft there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target = ClockedTarget(CostCurve({0: {1: 1.0, 2: 2.0}}))
-    monkeypatch.setattr(target, "path", path, raising=False)
+    monkeypatch.setattr(target, "runs_compiled", compiled)
     monkeypatch.setattr(measure, "perf_counter", lambda: target.now)
     monkeypatch.setattr(measure, "STEADY", 0.0)
     curve = measure._load_or_measure(target, "a", pytest.fail, on_gpu=False)

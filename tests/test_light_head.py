@@ -15,12 +15,17 @@ from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.calibration import GREEDY_GUESSES, SAMPLED_GUESSES
 from lookahead.drafters.adaptive.sources.light_head import sampled_guess_kinds
 from lookahead.drafters.adaptive.state import AdaptiveState
+from lookahead.integrations.llamacpp.llamacpp_target import LlamaCppTarget
 from lookahead.models.head_file import QUANTIZE, HeadWeights, from_blocks, load_head
 from lookahead.targets import light_head
+from lookahead.targets.batch_rows import BatchRowsTarget
 from lookahead.targets.cpu.compiled_head import MAX_ROWS
+from lookahead.targets.cpu.cpu_target import CpuTarget
 from lookahead.targets.cpu.packed_model import quantize_model
+from lookahead.targets.exact_mode import CapturedExactTarget, ExactTarget
 from lookahead.targets.light_head import head_of, make_head, own_head_file, row_readers
 from lookahead.targets.paths import make_target, probe
+from lookahead.targets.transformers import PlainTarget, TransformersTarget
 from lookahead.testing import FakeTarget, run, tiny_model
 from lookahead.threads import thread_count
 
@@ -160,7 +165,7 @@ def test_files_that_are_no_safetensors(tmp_path):
 @pytest.mark.parametrize("rows", [1, 3, MAX_ROWS])
 def test_the_compiled_head_computes_what_numpy_does(models, kind, rows):
     head, (embed, output) = weights(), row_readers(models[kind])
-    compiled = make_head(models[kind], "cpu", head)
+    compiled = make_head(models[kind], CpuTarget, head)
     states, tokens = numbers(rows, HIDDEN), RANDOM.integers(0, VOCABULARY, rows).tolist()
     guessed, ids, odds = compiled.guess(states, tokens, 5)
     after, logits = reference(head, embed(tokens), output(head.shortlist), states, tokens)
@@ -174,7 +179,7 @@ def test_the_compiled_head_computes_what_numpy_does(models, kind, rows):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_and_rows_change_no_bit(models, threads):
-    compiled = make_head(models["packed"], "cpu", weights(np.arange(VOCABULARY, dtype=np.int32)))
+    compiled = make_head(models["packed"], CpuTarget, weights(np.arange(VOCABULARY, dtype=np.int32)))
     states, tokens = numbers(4, HIDDEN), [5, 6, 7, 8]
     alone = [compiled.guess(states[i : i + 1], tokens[i : i + 1], 8) for i in range(4)]
     before = thread_count()
@@ -190,7 +195,7 @@ def test_threads_and_rows_change_no_bit(models, threads):
 
 def test_four_bits(models):
     head = weights()
-    eight, four = (make_head(models["packed"], "cpu", replace(head, bits=bits)) for bits in (8, 4))
+    eight, four = (make_head(models["packed"], CpuTarget, replace(head, bits=bits)) for bits in (8, 4))
     states, tokens = numbers(8, HIDDEN), list(range(8))
     (a, *_), (b, *_) = eight.guess(states, tokens, 3), four.guess(states, tokens, 3)
     assert 0 < np.abs(a - b).max() < 0.5 * np.abs(a).max()
@@ -198,7 +203,7 @@ def test_four_bits(models):
 
 def test_the_torch_head_computes_what_numpy_does(models):
     head, (embed, output) = weights(), row_readers(models["module"])
-    made = make_head(models["module"], "transformers", head)
+    made = make_head(models["module"], TransformersTarget, head)
     states, tokens = numbers(3, HIDDEN), [9, 1, 95]
     guessed, ids, odds = made.guess(states, tokens, 4)
     after, logits = reference(head, embed(tokens), output(head.shortlist), states, tokens)
@@ -210,8 +215,8 @@ def test_the_torch_head_computes_what_numpy_does(models):
 
 def test_a_short_shortlist_gives_fewer_tokens(models):
     head = weights(np.array([4, 9], np.int32))
-    for model, path in ((models["packed"], "cpu"), (models["module"], "transformers")):
-        _, ids, odds = make_head(model, path, head).guess(numbers(1, HIDDEN), [3], 8)
+    for model, target in ((models["packed"], CpuTarget), (models["module"], TransformersTarget)):
+        _, ids, odds = make_head(model, target, head).guess(numbers(1, HIDDEN), [3], 8)
         assert sorted(ids[0].tolist()) == [4, 9]
         assert odds.shape == (1, 2)
 
@@ -219,13 +224,17 @@ def test_a_short_shortlist_gives_fewer_tokens(models):
 def test_a_head_of_another_model_is_refused(models):
     for changed in ({"vocabulary": 97}, {"hidden": 96}):
         with pytest.raises(SettingsError, match=r"a vocabulary of 96 and a hidden size of 64.*train-head"):
-            make_head(models["packed"], "cpu", weights(**changed))
+            make_head(models["packed"], CpuTarget, weights(**changed))
 
 
-@pytest.mark.parametrize("path", ["plain", "batch-rows", "exact", "llama.cpp"])
-def test_paths_without_hidden_states_are_refused_by_name(models, path):
-    with pytest.raises(SettingsError, match=path):
-        make_head(models["module"], path, weights())
+@pytest.mark.parametrize(
+    "target",
+    [PlainTarget, BatchRowsTarget, ExactTarget, CapturedExactTarget, LlamaCppTarget],
+    ids=lambda target: target.__name__,
+)
+def test_paths_without_hidden_states_are_refused_by_name(models, target):
+    with pytest.raises(SettingsError, match=target.path):
+        make_head(models["module"], target, weights())
 
 
 def test_decoded_rows_are_those_of_the_model(models):
@@ -472,13 +481,13 @@ def test_auto_takes_the_head_of_this_model_if_there_is_one(models, tmp_path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     said = []
     model = quantize_model(models["module"], probe(models["module"]).facts, "q8_0")
-    assert head_of(model, "cpu", "auto", lambda: make_target(model), said.append) is None
+    assert head_of(model, CpuTarget, "auto", lambda: make_target(model), said.append) is None
     model = quantize_model(models["module"], probe(models["module"]).facts, "q8_0")
     own_head_file(model).parent.mkdir(parents=True)
     weights().save(own_head_file(model))
-    head = head_of(model, "cpu", "auto", lambda: make_target(model), said.append)
+    head = head_of(model, CpuTarget, "auto", lambda: make_target(model), said.append)
     assert head.cost > 0
-    assert head is head_of(model, "cpu", "auto", lambda: make_target(model), said.append)
-    assert head_of(model, "exact", "auto", lambda: make_target(model), said.append) is None
+    assert head is head_of(model, CpuTarget, "auto", lambda: make_target(model), said.append)
+    assert head_of(model, ExactTarget, "auto", lambda: make_target(model), said.append) is None
     assert own_head_file(model) == own_head_file(models["module"])
     assert not said

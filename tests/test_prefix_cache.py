@@ -6,7 +6,7 @@ import torch
 import lookahead
 from families import tiny_model
 from lookahead.cli.chat import Conversation
-from lookahead.core import Engine, NumericalError, OutOfMemory, Request
+from lookahead.core import Engine, NumericalError, OutOfMemory, Request, Target
 from lookahead.drafters import Lookahead, Plain
 from lookahead.engine.prefix_cache import PrefixTarget, with_prefixes
 from lookahead.targets.paths import make_target
@@ -117,6 +117,18 @@ def test_a_stale_row_would_be_seen(case):
     (ours,), (plain,) = target.prefill([(0, prompt)]), case().prefill([(0, prompt)])
     assert target.reused[0] == len(SHARED)
     assert not torch.allclose(ours.row(0), plain.row(0), atol=1e-3)
+
+
+def test_a_wrapper_hides_no_property_of_its_target():
+    inner = make_target(tiny_model("llama", initializer_range=0.1), path="transformers")
+    inner.captures = inner.runs_compiled = True
+    inner.depth_limit = lambda slot: 3
+    target = PrefixTarget(inner, kept=1)
+    names = [name for name in Target.__annotations__ if not name.startswith("_")]
+    assert len(names) == 8
+    assert [getattr(target, name) for name in names] == [getattr(inner, name) for name in names]
+    target.prefill([(5, [1, 2, 3])])
+    assert (target.depth_limit(5), target.positions_left(5)) == (3, 256 - 1 - 3)
 
 
 def test_a_failed_prompt_leaves_nothing_behind():

@@ -18,6 +18,7 @@ from lookahead.learning.self_text import Folder
 from lookahead.learning.train_head import Training, TrainSettings
 from lookahead.models.head_file import load_head
 from lookahead.targets import light_head
+from lookahead.targets.cpu.cpu_target import CpuTarget
 from lookahead.targets.light_head import find_head, own_head_file
 from lookahead.targets.paths import make_target
 from lookahead.testing import tiny_model
@@ -184,7 +185,7 @@ def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatc
 
 
 def test_a_model_without_hidden_states_is_refused(chats, monkeypatch):
-    monkeypatch.setattr("lookahead.learning.head_learner.PATHS", ("cuda-graph",))
+    monkeypatch.setattr(CpuTarget, "gives_hidden", False)
     refused("needs hidden states, which the path 'cpu' does not provide", *OPTIONS, chats)
 
 

@@ -397,7 +397,7 @@ class LLM:
 
     def _turn(self, target: Target | None) -> AbstractContextManager[Any]:
         """A context in which a step may be evaluated: threads take turns unless their passes share nothing."""
-        alone = isinstance(self.model, OwnModel) or (target is not None and target.path == "cpu")
+        alone = isinstance(self.model, OwnModel) or (target is not None and not target.shares_module)
         return nullcontext() if alone else self._module
 
     def warm_state(

@@ -180,9 +180,9 @@ def load_with(chosen: LoadOptions) -> LLM:
         tokenizer_error=missing,
         prefix_cache=chosen.prefix_cache,
     )
-    if not isinstance(model, OwnModel) and (device == "cpu" or llm.probe.mode == "plain"):
+    if not isinstance(model, OwnModel) and (device == "cpu" or not llm.probe.drafts):
         warn_about_shortfall(model, make_target(model, exact=chosen.exact), f"{llm.name} runs", True, 2)
-    elif llm.probe.mode == "plain":
+    elif not llm.probe.drafts:
         warnings.warn(llm.probe.reason, UserWarning, stacklevel=2)
 
     # Join the other ranks.

@@ -19,6 +19,7 @@ from .core import (
     OutOfMemory,
     Request,
     Sequence,
+    Target,
     TokenTree,
     first_divergence,
     greedy,
@@ -78,7 +79,7 @@ class FakeScores:
         """None, since a function of the prefix has no hidden states."""
 
 
-class FakeTarget:
+class FakeTarget(Target):
     """A target in plain Python: the next token is a function of the true prefix.
 
     It checks that callers follow the protocol: free slots, paths from the root, and trees within the depth limit.

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 
-from ..core.target import positions_left
 from ..drafters.adaptive.measure import measure as measure_steps
 from ..drafters.adaptive.measure import positions_needed
 from ..records import RecordWriter
@@ -41,7 +40,7 @@ def measure(
     common = {"model": model.name, "dtype": model.dtype, "path": target.path} | environment()
     target.prefill([(0, [0])])
     drafts = target.depth_limit(0) > 0  # else the target evaluates one row per step
-    positions = positions_left(target, 0) or model.max_positions
+    positions = target.positions_left(0) or model.max_positions
     target.release(0)
     counts = [k for k in rows if k == 1 or drafts]
     points: list[tuple[int, int]] = []

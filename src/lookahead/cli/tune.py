@@ -40,7 +40,7 @@ def tune(
     if repeats < 1:
         raise SettingsError(f"--repeats must be at least 1, got {repeats}")
     llm = load_model(load)
-    if llm.probe.mode == "plain":
+    if not llm.probe.drafts:
         raise SettingsError(
             f"this model decodes one row at a time, so there is nothing to tune: {llm.probe.reason}"
         )

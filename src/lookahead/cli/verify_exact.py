@@ -96,7 +96,7 @@ def verify(
         typer.echo(json.dumps(report, ensure_ascii=False))
     else:
         _show(prompts, report)
-        if llm.probe.mode == "plain":
+        if not llm.probe.drafts:
             note(llm.probe.reason, "yellow")
     raise typer.Exit(diverged(llm, [run["equal"] for run in runs]))
 

@@ -453,7 +453,7 @@ class Engine:
         budget = self.row_budget
         left = budget if isinstance(budget, int) else budget(len(running))
         # Captured passes pad all trees to the largest, so no tree may exceed an equal share.
-        largest = left // len(running) if getattr(target, "captures", False) else left
+        largest = left // len(running) if target.captures else left
         drafted: list[tuple[Sequence, TokenTree]] = []
         for index, sequence in enumerate(running):
             # An equal share of the remaining rows, so that unused rows go to later sequences.

@@ -63,19 +63,30 @@ def best_or_nan(scores: Scores, node: int) -> int:
 class Target(Protocol):
     """The model being accelerated.
 
+    Classes that inherit from it get the defaults below. A target that passes its trees to another one calls
+    ``adopt_properties``.
+
     Attributes:
         path: how steps are evaluated, as in ``targets.paths``; "" for targets without a model.
         promise: how a sequence compares with plain decoding: one of the constants above, or "" if unknown.
         reason: why this path was chosen, in one line.
         vocabulary: V.
-        captures: (optional) whether steps are padded to few sizes and the second step of each size is captured. So
-            only later steps show the time of that size, and every sequence costs as many rows as the largest tree.
+        captures: whether steps are padded to few sizes and the second step of each size is captured. So only later
+            steps show the time of that size, and every sequence costs as many rows as the largest tree.
+        gives_hidden: whether ``Scores.hidden`` returns the hidden states that a tree requests.
+        runs_compiled: whether passes run this library's own compiled code. Their rows cost about as much as in
+            ``CostCurve.typical``, and a light head is compiled as well.
+        shares_module: whether passes run a torch module that other targets run too, so threads must take turns.
     """
 
     path: str
     promise: str
     reason: str
     vocabulary: int
+    captures: bool = False
+    gives_hidden: bool = False
+    runs_compiled: bool = False
+    shares_module: bool = False
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> Sequence[Scores]:
         """Evaluate and commit whole prompts, each in its slot. Node 0 of the scores is the last token.
@@ -108,15 +119,24 @@ class Target(Protocol):
         """
         ...
 
+    def positions_left(self, slot: int) -> int:
+        """The number of positions after a slot's committed tokens, minus one for the root of the next tree.
 
-def positions_left(target: Target, slot: int) -> int:
-    """The number of positions after a slot's committed tokens, minus one for the root of the next tree.
+        This is the slot's ``depth_limit``, unless that has another limit.
+        """
+        return self.depth_limit(slot)
 
-    This is its ``depth_limit``, except for targets whose depth has another limit, which have a method
-    ``positions_left``.
-    """
-    left: int = getattr(target, "positions_left", target.depth_limit)(slot)
-    return left
+
+def adopt_properties(target: Target, inner: Target) -> None:
+    """Give a target the attributes of the target that evaluates its trees."""
+    target.path = inner.path
+    target.promise = inner.promise
+    target.reason = inner.reason
+    target.vocabulary = inner.vocabulary
+    target.captures = inner.captures
+    target.gives_hidden = inner.gives_hidden
+    target.runs_compiled = inner.runs_compiled
+    target.shares_module = inner.shares_module
 
 
 @runtime_checkable

@@ -53,8 +53,8 @@ class Admission:
         self._captured = False
 
     def __call__(self, request: Request, target: Target) -> Request:
-        self._captured = getattr(target, "captures", False)
-        if self._probed.mode == "plain":
+        self._captured = target.captures
+        if not self._probed.drafts:
             request = replace(request, drafter=Plain())
         if request.drafter.needs_cost_curve and request.cost_curve is None:
             request = replace(request, cost_curve=self._cost_curve(target))
@@ -62,7 +62,7 @@ class Admission:
             self._cost_curve(target)  # for the row budget
         wanted = request.drafter.wanted_head
         if wanted is not None and request.head is None:
-            request = replace(request, head=self._head(wanted, target.path))
+            request = replace(request, head=self._head(wanted, target))
         if request.drafter.needs_base_table and request.base_table is None:
             request = replace(request, base_table=self._base_table)
         return request
@@ -81,11 +81,11 @@ class Admission:
 
         return runs_on_gpu(self._model)
 
-    def _head(self, wanted: str, path: str) -> Any:
+    def _head(self, wanted: str, target: Target) -> Any:
         """The light head with this name. None if it cannot be used; the reason is printed once."""
         from ..targets.light_head import head_of  # imports numba
 
-        return head_of(self._model, path, wanted, self._make_target, say)
+        return head_of(self._model, target, wanted, self._make_target, say)
 
     @cached_property
     def _base_table(self) -> BaseTable | None:

@@ -11,6 +11,7 @@ from itertools import count
 from typing import Protocol, runtime_checkable
 
 from ..core import OutOfMemory, Scores, Target, TokenTree, common_prefix
+from ..core.target import adopt_properties
 
 
 @runtime_checkable
@@ -31,8 +32,8 @@ class ReusingTarget(Target, Protocol):
         ...
 
 
-class PrefixTarget:
-    """A target that keeps finished sequences and drops the least recently used. Implements ``lookahead.core.Target``.
+class PrefixTarget(Target):
+    """A target that keeps finished sequences and drops the least recently used.
 
     If a pass does not fit in memory, it drops all of them and tries once more.
 
@@ -44,11 +45,13 @@ class PrefixTarget:
         reused: number of prompt tokens that were reused, by slot in use.
     """
 
+    path: str
+    promise: str
+    reason: str
+    vocabulary: int
+
     def __init__(self, target: ReusingTarget, kept: int) -> None:
-        self.path = target.path
-        self.promise = target.promise
-        self.reason = target.reason
-        self.vocabulary = target.vocabulary
+        adopt_properties(self, target)
         self.reused: dict[int, int] = {}
         self._target = target
         self._kept = kept
@@ -146,6 +149,9 @@ class PrefixTarget:
 
     def depth_limit(self, slot: int) -> int:
         return self._target.depth_limit(self._slots[slot])
+
+    def positions_left(self, slot: int) -> int:
+        return self._target.positions_left(self._slots[slot])
 
 
 def with_prefixes(target: Target, kept: int) -> Target:

@@ -13,7 +13,7 @@ from ..core import SettingsError
 from ..drafters.adaptive.base_files import table_name
 from ..models.head_file import BLOCK, HeadWeights
 from ..records import cache_folder
-from ..targets.light_head import PATHS, own_head_file, row_readers, sizes_of
+from ..targets.light_head import own_head_file, row_readers, sizes_of
 from .hidden_states import check_room, collect
 from .self_text import Folder, Writer, check_output, check_same_model
 from .train_head import Positions, Training, TrainSettings
@@ -65,7 +65,7 @@ class HeadLearner:
         self._vocabulary, self._hidden = sizes_of(llm.model)
         self._embed, self._output_rows = row_readers(llm.model)
         self._target = llm.target()
-        if self._target.path not in PATHS:
+        if not self._target.gives_hidden:
             raise SettingsError(
                 f"a light head needs hidden states, which the path {self._target.path!r} does not provide"
             )

@@ -22,7 +22,7 @@ import torch
 
 from ..core import OutOfMemory, Scores, Target, TokenTree
 from ..core.errors import first_line, summary
-from ..core.target import best_or_nan, positions_left
+from ..core.target import best_or_nan
 from .wire import Link, Message, RankError
 
 _MODULUS = (1 << 61) - 1
@@ -91,7 +91,7 @@ class RankExecutor:
 
     def positions_left(self, slot: int) -> int:
         """The remaining positions below the root, after the missing rows."""
-        return max(0, positions_left(self.target, slot) - len(self.missing[slot]))
+        return max(0, self.target.positions_left(slot) - len(self.missing[slot]))
 
     def _recompute(self, slot: int) -> None:
         """Evaluate and commit as many missing tokens as one pass can hold."""

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ..core import LookaheadError, NumericalError, OutOfMemory, Scores, TokenTree
+from ..core import LookaheadError, NumericalError, OutOfMemory, Scores, Target, TokenTree
 from ..core.errors import summary
-from ..core.target import best_or_nan
+from ..core.target import adopt_properties, best_or_nan
 from .executor import RankExecutor, as_lists, as_tensor
 from .rank_group import RankGroup
 from .shard import Shards, shard
@@ -118,14 +118,14 @@ class ParallelScores:
         """None: hidden states stay on their rank."""
 
 
-class ParallelTarget:
-    """A target whose trees are evaluated by all ranks of a group. Implements ``lookahead.core.Target``.
+class ParallelTarget(Target):
+    """A target whose trees are evaluated by all ranks of a group. Its hidden states stay on their ranks.
 
     Args:
         rank_group: from ``join``.
 
     Attributes:
-        path, reason, vocabulary, captures: those of the inner targets.
+        path, reason, vocabulary, ...: those of the inner targets.
         attention, model: those of rank 0's inner target; None if it has none.
         ranks: number of ranks.
         executor: evaluates rank 0's shards.
@@ -134,15 +134,17 @@ class ParallelTarget:
             recomputes.
     """
 
+    path: str
+    promise: str
+    reason: str
+    vocabulary: int
+
     def __init__(self, rank_group: RankGroup) -> None:
         self.rank_group = rank_group
         self.number = rank_group.register(self)
         inner = rank_group.make_target()
-        self.path = inner.path
-        self.promise = inner.promise
-        self.reason = inner.reason
-        self.vocabulary = inner.vocabulary
-        self.captures = getattr(inner, "captures", False)
+        adopt_properties(self, inner)
+        self.gives_hidden = False
         self.attention = getattr(inner, "attention", None)
         self.model = getattr(inner, "model", None)
         self.ranks = rank_group.connections.size

@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from ..core import Target
 from .limits import memory_errors
 
 
@@ -38,7 +39,7 @@ class KVStorage(ABC):
         columns after its ``length`` committed tokens."""
 
 
-class StoredTarget:
+class StoredTarget(Target):
     """Shared code of targets with a ``KVStorage``.
 
     Attributes:

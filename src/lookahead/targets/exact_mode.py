@@ -64,6 +64,7 @@ class ExactTarget(TransformersTarget):
 
     path = "exact"
     promise = CHECKED
+    gives_hidden = False
 
     def __init__(
         self,

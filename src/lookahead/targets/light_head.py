@@ -18,8 +18,6 @@ from ..records import cache_folder
 from .own_model import OwnModel
 
 Array = np.ndarray[Any, np.dtype[Any]]
-#: Paths whose targets provide hidden states (``Scores.hidden``).
-PATHS = ("cpu", "transformers", "cuda-graph")
 #: The heads included in this package.
 INCLUDED = Path(__file__).parent / "heads"
 #: Timed calls of the head.
@@ -66,17 +64,19 @@ def row_readers(model: Any) -> tuple[Callable[[Sequence[int]], Array], Callable[
     return reader(parts[0]), reader(parts[1])
 
 
-def make_head(model: Any, path: str, weights: HeadWeights) -> Any:
-    """The head of a model whose target has this path: compiled on a CPU, in torch elsewhere.
+def make_head(model: Any, target: Target, weights: HeadWeights) -> Any:
+    """The head of a model that this target evaluates: compiled if the target is, else in torch.
 
     Raises:
-        SettingsError: the path provides no hidden states, or the head belongs to another model.
+        SettingsError: the target provides no hidden states, or the head belongs to another model.
     """
-    if path not in PATHS:
-        raise SettingsError(f"a light head needs hidden states, and the path {path!r} does not provide them")
+    if not target.gives_hidden:
+        raise SettingsError(
+            f"a light head needs hidden states, and the path {target.path!r} does not give them"
+        )
     weights.check(*sizes_of(model), name=_name(model))
     embed, output = row_readers(model)
-    if path == "cpu":
+    if target.runs_compiled:
         from .cpu.compiled_head import CompiledHead
 
         return CompiledHead(weights, output(weights.shortlist.tolist()), embed)
@@ -105,7 +105,7 @@ def find_head(model: Any) -> Path | None:
 
 
 def head_of(
-    model: Any, path: str, wanted: str, make_target: Callable[[], Target], notice: Callable[[str], None]
+    model: Any, target: Target, wanted: str, make_target: Callable[[], Target], notice: Callable[[str], None]
 ) -> Any:
     """The light head that a drafter asks for, or None.
 
@@ -114,23 +114,23 @@ def head_of(
 
     Args:
         model: a loaded model.
-        path: the path of its targets.
+        target: one of its targets.
         wanted: the head's path, or "auto" for the result of ``find_head``, if any.
         make_target: makes a target, to measure the cost of a head call.
     """
     heads = _of_models.setdefault(model, {})
-    key = wanted, path
+    key = wanted, target.path
     if key not in heads:
         heads[key] = None
         try:
             file = find_head(model) if wanted == "auto" else Path(wanted)
             if file is not None:
-                head = make_head(model, path, load_head(file))
+                head = make_head(model, target, load_head(file))
                 head.cost = measured_cost(head, make_target())
                 heads[key] = head
         except (NumericalError, OutOfMemory, SettingsError) as error:
-            if wanted != "auto" or path in PATHS:  # "auto" was no explicit request
-                notice(f"{error}; continuing without a light head")
+            if wanted != "auto" or target.gives_hidden:  # "auto" was no explicit request
+                notice(f"{error}; decoding goes on without a light head")
     return heads[key]
 
 

@@ -82,6 +82,11 @@ class Probe:
     facts: Limits | None
     half: bool = False
 
+    @property
+    def drafts(self) -> bool:
+        """Whether the model can evaluate drafts."""
+        return self.mode != "plain"
+
 
 def out_of_memory(error: BaseException | None) -> bool:
     """Whether an error means that memory ran out, on the host or on a device."""

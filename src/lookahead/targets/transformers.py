@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ..core import OutOfMemory, Scores, SettingsError, TokenTree
+from ..core import OutOfMemory, Scores, SettingsError, Target, TokenTree
 from ..core.target import BIT_EQUAL, UP_TO_ROUNDING
 from .attention_hook import mask_compatible_attention
 from .cache import StoredTarget
@@ -92,6 +92,8 @@ class TransformersTarget(StoredTarget):
 
     path = "transformers"
     promise = UP_TO_ROUNDING
+    gives_hidden = True
+    shares_module = True
     cache: TreeCache
 
     def __init__(
@@ -221,7 +223,7 @@ class TransformersTarget(StoredTarget):
         return LogitsBatch(results[0], hidden=results[1] if states else None)
 
 
-class PlainTarget:
+class PlainTarget(Target):
     """The fallback: one row per step, with a transformers cache for each sequence.
 
     It is for models that cannot evaluate a tree; recurrent and convolutional layers, for example, ignore attention
@@ -234,6 +236,7 @@ class PlainTarget:
 
     path = "plain"
     promise = BIT_EQUAL
+    shares_module = True
 
     def __init__(self, model: PreTrainedModel, reason: str = "") -> None:
         self.model = model

@@ -24,7 +24,6 @@ import numpy as np
 
 from ... import draws
 from ...core import NumericalError, OutOfMemory, SettingsError, Start, Target, TokenTree
-from ...core.target import positions_left
 from ...jit import compile_ahead, wait_for_compilation
 from .cost import CostCurve, load_curve, runs_on, runs_on_gpu, save_curve
 from .draft_state import AdaptiveDraftState
@@ -142,7 +141,7 @@ def measure(
     """
     result = Measurement(progress)
     end = perf_counter() + patience
-    captured = getattr(target, "captures", False)
+    captured = target.captures
     discard = _discarded(target)
     device = runs_on(getattr(target, "model", None) or target)
     if captured or device != "cpu":
@@ -153,7 +152,7 @@ def measure(
 
     # Skip contexts from which the timed steps would run past the model's last position.
     target.prefill([(0, [0])])
-    left = positions_left(target, 0)  # 0 if unknown
+    left = target.positions_left(0)  # 0 if unknown
     target.release(0)
     longest = left - positions_needed(target, rows, rounds)
     fitting = [context for context in contexts if context < longest or not left]
@@ -195,7 +194,7 @@ def positions_needed(target: Target, rows: Sequence[int], rounds: int) -> int:
 def _discarded(target: Target) -> int:
     """The number of steps of each size that do not count: they compile or allocate; with CUDA graphs, the second one
     captures."""
-    return WARM_STEPS + (2 if getattr(target, "captures", False) else 1)
+    return WARM_STEPS + (2 if target.captures else 1)
 
 
 def _time_context(
@@ -246,7 +245,7 @@ def _time_sequences(
         slots = list(range(number))
         try:
             target.prefill([(slot, [slot % target.vocabulary]) for slot in slots])
-            for _ in range(2 if getattr(target, "captures", False) else 1):  # compile, and capture if it does
+            for _ in range(2 if target.captures else 1):  # compile, and capture if it does
                 _plain_step(target, slots)
             result.add((number, context, 1), [_plain_step(target, slots) for _ in range(rounds // 2 + 1)])
         except OutOfMemory:
@@ -326,7 +325,7 @@ def warm_up(target: Target) -> None:
             drafter.start(long).draft(8)
 
 
-class _BlankTarget:
+class _BlankTarget(Target):
     """A target without a model or torch, whose logits are all equal."""
 
     path = "blank"
@@ -474,9 +473,9 @@ def _load_or_measure(target: Target, name: str, notice: Callable[[str], None], o
         return CostCurve.unmeasured(on_gpu)
     if not measured.steady:
         typical = CostCurve.typical(on_gpu)
-        # The typical curve is that of the compiled path. Rows of other paths may cost several times as much, which
-        # even a disturbed measurement shows.
-        return typical if on_gpu or target.path == "cpu" else measured.curve().at_least(typical)
+        # The typical curve is that of compiled passes. Other rows may cost several times as much, which even a
+        # disturbed measurement shows.
+        return typical if on_gpu or target.runs_compiled else measured.curve().at_least(typical)
     curve = measured.curve()
     with suppress(OSError):  # if the folder cannot be written, the next process measures again
         save_curve(name, curve)

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core import OutOfMemory, SettingsError, TokenTree
+from ...core import OutOfMemory, SettingsError, Target, TokenTree
 from ...core.target import UP_TO_ROUNDING
 from ...targets.limits import NO_LIMIT
 from ...targets.logits import HostLogits, LogitsRows
@@ -68,7 +68,7 @@ class BorrowedLogits(HostLogits):
         return -1 if np.isnan(row[token]) else token
 
 
-class LlamaCppTarget:
+class LlamaCppTarget(Target):
     """Any number of sequences on one llama.cpp context. Only one thread at a time may use it.
 
     Args:

@@ -124,6 +124,8 @@ class CpuTarget(StoredTarget):
 
     path = "cpu"
     promise = BIT_EQUAL
+    gives_hidden = True
+    runs_compiled = True
     cache: KVCache
     keeps_prefixes = True  # a row is bit-identical wherever it is evaluated
 
