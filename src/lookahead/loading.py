@@ -16,6 +16,7 @@ from .checkpoints import Checkpoint
 from .core import SettingsError
 from .core.errors import first_line
 from .drafters import Adaptive
+from .engine.admission import precompile
 from .integrations.llamacpp.library import library
 from .integrations.llamacpp.model import LlamaCppModel
 from .llm import LLM
@@ -147,10 +148,7 @@ def load_with(chosen: LoadOptions) -> LLM:
 
         torch.set_num_threads(chosen.threads)
     default = drafter if drafter is not None else Adaptive()
-    if isinstance(default, Adaptive) and device == "cpu":
-        from .drafters.adaptive.measure import precompile  # imports numba
-
-        precompile()
+    precompile(default, device)
 
     # Find the checkpoint and read the model.
     checkpoint = Checkpoint(chosen)

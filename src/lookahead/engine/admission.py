@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..core import Request, Target
-from ..drafters import Plain
+from ..core import Drafter, Request, Target
+from ..drafters import Adaptive, Plain
 from ..targets.limits import Probe
 from .progress import say
 
@@ -22,6 +22,19 @@ if TYPE_CHECKING:
 
 #: The rows that a pass may always have, whatever they cost.
 LEAST_ROWS = 64
+
+
+def precompile(drafter: Drafter, device: str) -> None:
+    """Start to compile adaptive's code in another process, if this drafter will need it.
+
+    Args:
+        drafter: the drafter of most requests.
+        device: the type of the model's device; nothing is compiled ahead for a GPU.
+    """
+    if isinstance(drafter, Adaptive) and device == "cpu":
+        from ..drafters.adaptive import measure  # imports numba
+
+        measure.precompile()
 
 
 class Admission:

@@ -18,7 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...core import Engine, LookaheadError, Request, SettingsError, Stats, Target
 from ...drafters import Adaptive, as_drafter
-from ...engine.admission import Admission
+from ...engine.admission import Admission, precompile
 from ...sampling import GeneratorNoise
 from ...targets.paths import limit_graphs, make_target, probe, warn_about_shortfall
 from .batch_sequence import Criteria, Row, may_draw_ahead, row_processors
@@ -99,10 +99,7 @@ def generate(
     # The target and the engine.
     if graph_memory is not None:
         limit_graphs(model, graph_memory)
-    if isinstance(chosen, Adaptive) and model.device.type == "cpu":
-        from ...drafters.adaptive.measure import precompile  # imports numba
-
-        precompile()
+    precompile(chosen, model.device.type)
     target = fresh()
     warn_about_shortfall(model, target, "lookahead.generate runs this model", again=False, stacklevel=2)
     facts = probed.facts
