@@ -3,6 +3,8 @@
 import random
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,8 +18,8 @@ from lookahead.core import Request, SettingsError, Start, TokenTree
 from lookahead.drafters import Adaptive, Plain, as_drafter
 from lookahead.drafters.adaptive import SOURCES
 from lookahead.drafters.adaptive.calibration import MAX_PROBABILITY, count, load
-from lookahead.drafters.adaptive.grower import Grower
-from lookahead.drafters.adaptive.memory import BUCKET
+from lookahead.drafters.adaptive.grower import Grower, growing, learning
+from lookahead.drafters.adaptive.memory import BUCKET, CORPUS
 from lookahead.drafters.adaptive.sources.suffix import SuffixTrie, child, end_of, follow, match
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.sampling import SeededNoise, make_choose
@@ -510,3 +512,75 @@ def test_texts_of_other_requests_are_proposed_only_on_request():
     with_corpus = {"rows": 64, "sources": ("suffix", "corpus")}
     adaptive(target, with_corpus, state=state, vocabulary=300)
     assert state.corpus.used > 100
+
+
+class OneToken:
+    """Scores whose best token is always the same."""
+
+    def top(self, nodes, k):
+        return np.ones((len(nodes), k), np.int32), np.zeros((len(nodes), k), np.float32)
+
+
+def test_no_context_of_a_cleared_corpus_is_used():
+    """The corpus is full at the end of a step, which clears it while the tree still has its contexts."""
+    config = adaptive_of({"rows": 4, "max_entries": 1000, "sources": ("suffix", "corpus")})
+    state = AdaptiveState(config)
+    sequence = Grower(state, 500, config, use_corpus=True)
+    sequence.read(list(range(7, 100)) * 2 + [7, 8, 9])
+    sequence.use_costs(np.ones(5), np.zeros(5))
+    assert sequence.grow(4, 8) == 4
+    contexts = sequence.memory.tree.contexts[CORPUS, :3]
+    assert contexts.min() > 0
+    generation = state.corpus.generation
+    state.corpus.begin().feed(np.random.default_rng(0).integers(0, 400, 1000))
+    assert state.corpus.used > state.corpus.max_nodes
+    assert state.corpus.generation == generation
+    sequence.learn(OneToken(), [0], [1], 4)
+    assert state.corpus.generation == generation + 1
+    assert contexts.max() == 0
+
+
+def test_threads_take_turns_in_a_shared_state(monkeypatch):
+    """No thread changes tables or corpus between another's making room in them and writing to them."""
+    config = adaptive_of({"rows": 4, "sources": ("suffix", "corpus")})
+    state = AdaptiveState(config)
+    seen = []
+
+    def watch(owner, name):
+        function = getattr(owner, name)
+
+        def watched(*given):
+            seen.append(threading.get_ident())
+            result = function(*given)
+            time.sleep(0.002)
+            return result
+
+        monkeypatch.setattr(owner, name, watched)
+
+    def steps(grower):
+        grower.append([5, 6, 7, 5, 6, 7])
+        for _ in range(3):
+            grower.grow(4, 8)
+            grower.cut(1)
+            grower.learn(OneToken(), [0], [1], 1)
+
+    watch(Grower, "_make_room")
+    watch(Grower, "_catch_up")
+    for owner, name in ((growing, "grow"), (learning, "learn"), (learning, "append")):
+        watch(owner, name)
+    threads = [
+        threading.Thread(target=steps, args=(Grower(state, 500, config, use_corpus=True),)) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # Of a turn, the calls are: append 2 (make room, append), grow 2 (catch up, grow), learn 3.
+    turns, begin = 0, 0
+    expected = {thread.ident: [2, *[2, 3] * 3] for thread in threads}
+    while begin < len(seen):
+        length = expected[seen[begin]].pop(0)
+        assert len(set(seen[begin : begin + length])) == 1
+        begin += length
+        turns += 1
+    assert turns == 14

@@ -149,16 +149,17 @@ class AdaptiveDraftState(DraftState):
             state = self._state if self._state is not None else AdaptiveState(config)
             vocabulary = max(self._vocabulary, max(self._unread) + 1)
             state.check(vocabulary)
-            grower = self._grower = Grower(
-                state,
-                vocabulary,
-                config,
-                before=self._prompt[0],
-                noise=self._sampling,
-                use_corpus=self._state is not None,
-                head=self._head,
-                table=self._table if "base" in config.sources else None,
-            )
+            with state.lock:
+                grower = self._grower = Grower(
+                    state,
+                    vocabulary,
+                    config,
+                    before=self._prompt[0],
+                    noise=self._sampling,
+                    use_corpus=self._state is not None,
+                    head=self._head,
+                    table=self._table if "base" in config.sources else None,
+                )
             grower.use_costs(self._costs, self._slopes, self._rule.drafting)
             if config.window_size and not config.chain:
                 self._window = WindowSource(

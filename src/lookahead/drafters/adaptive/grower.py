@@ -45,7 +45,8 @@ class Grower:
     """Grows the trees of one sequence and learns from its steps.
 
     Args:
-        state: the logit cache, the calibration and the corpus, which may be shared by sequences.
+        state: the logit cache, the calibration and the corpus, which may be shared by sequences. Its lock must be
+            held during the construction.
         vocabulary: V.
         config: sources, rows, and tokens kept per row.
         before: a token that stands in for those before the first.
@@ -75,6 +76,7 @@ class Grower:
         # The sources.
         sampled = noise is not None
         self._emitted = 1
+        self._lock = state.lock
         self._tables = state.tables(sampled, table)
         self._noise = noise
         self._top = config.sampled_top if sampled else config.top
@@ -203,8 +205,9 @@ class Grower:
         for start in range(0, len(tokens), most):
             piece = tokens[start : start + most]
             self.memory.tokens[: len(piece)] = piece
-            self._make_room(0, len(piece))
-            learning.append(self._packed, len(piece))
+            with self._lock:
+                self._make_room(0, len(piece))
+                learning.append(self._packed, len(piece))
         self.memory.answers[:] = -1
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -215,18 +218,25 @@ class Grower:
             text = np.array(tokens[:-most], np.int64)
             for reader in self._readers:
                 if reader is not None:
-                    reader.feed(text)
+                    with self._lock:
+                        reader.feed(text)
             self.memory.step["position"] += len(text)
             tokens = tokens[-most:]
         self.append(tokens)
 
-    def _make_room(self, rows: int, tokens: int) -> None:
-        """Make room for the rows of a step and for new tokens, and refer to arrays that were replaced."""
+    def _make_room(self, rows: int, tokens: int) -> bool:
+        """Make room for the rows of a step and for new tokens, and refer to arrays that were replaced.
+
+        Returns:
+            Whether the corpus was full and has been cleared. The sequence's own trie is never cleared.
+        """
         self._tables.logits.reserve(rows)
+        cleared = False
         for reader in self._readers:
             if reader is not None:
-                reader.reserve(tokens)
+                cleared |= reader.reserve(tokens)
         self._refer()
+        return cleared
 
     def _refer(self) -> None:
         """Refer to the current arrays of the tables, which another sequence may have enlarged."""
@@ -271,8 +281,6 @@ class Grower:
     def grow(self, limit: int, max_depth: int) -> int:
         """Grow a tree of at most ``limit`` rows. Returns the number of rows that pay off."""
         limit = min(limit, self.size)
-        self._catch_up()
-        self._refer()
         guesses = self.guesses if self.hidden is not None else None
         self._guess_depth[0] = 0
         if guesses is not None:
@@ -281,15 +289,18 @@ class Grower:
             self._guess_price[0] = self._rate[0] * guesses.head.cost
 
         # Compiled code returns whenever it needs a guess or noise, and continues once it has it.
-        missing = growing.grow(self._packed, limit, max_depth, True)
-        while missing != growing.COMPLETE:
-            if guesses is not None and missing == growing.GUESS_WANTED:
-                guesses.guess(self.memory, self.hidden)
-                if guesses.is_full:
-                    self._guess_depth[0] = 0
-            else:
-                self._keep_noise(int(missing))
-            missing = growing.grow(self._packed, limit, max_depth, False)
+        with self._lock:
+            self._catch_up()
+            self._refer()
+            missing = growing.grow(self._packed, limit, max_depth, True)
+            while missing != growing.COMPLETE:
+                if guesses is not None and missing == growing.GUESS_WANTED:
+                    guesses.guess(self.memory, self.hidden)
+                    if guesses.is_full:
+                        self._guess_depth[0] = 0
+                else:
+                    self._keep_noise(int(missing))
+                missing = growing.grow(self._packed, limit, max_depth, False)
         self.rows = int(self._tree_rows[0])
         return int(self._chosen[0])
 
@@ -364,10 +375,12 @@ class Grower:
                 known = self.memory.noise_positions
                 if known[(begin + depth) % len(known)] != begin + depth:
                     self._keep_noise(depth)
-        if self._catch_up():
-            self.memory.tree.contexts[CORPUS] = 0  # nothing matches in the cleared trie
-        self._make_room(rows + length, length)
-        return int(learning.learn(self._packed, ids, odds, length, rows, self.rows))
+        with self._lock:
+            cleared = self._catch_up()
+            cleared |= self._make_room(rows + length, length)
+            if cleared:
+                self.memory.tree.contexts[CORPUS] = 0  # nothing matches in the cleared trie
+            return int(learning.learn(self._packed, ids, odds, length, rows, self.rows))
 
     def answers(self, rows: int) -> list[int]:
         """The target's token under each of the first ``rows`` rows of the last step, as far as known; -1 for NaN."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import zipfile
+import zlib
 from functools import cached_property
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -59,11 +61,15 @@ class AdaptiveState:
         settings: ``max_entries``, ``top``, ``sampled_top`` and ``suffix_order`` determine the sizes of the tables.
         scope: a name for the sequences that may share the state, such as model, tokenizer and tenant. It is saved
             with the state and compared when the state is loaded.
+
+    Attributes:
+        lock: held while tables or corpus are read or changed, because threads may share the state.
     """
 
     def __init__(self, settings: AdaptiveSettings | None = None, scope: str = "") -> None:
         self.settings = settings if settings is not None else AdaptiveSettings()
         self.scope = scope
+        self.lock = RLock()
         self._tables: dict[bool, Tables] = {}
         #: The largest token loaded from a file.
         self.largest = -1
@@ -102,14 +108,15 @@ class AdaptiveState:
         """
         # Collect the arrays.
         arrays: dict[str, Any] = {"format": np.array(FORMAT), "scope": np.array(self.scope)}
-        for sampled, tables in self._tables.items():
-            name = NAMES[sampled]
-            for order in range(ORDERS):
-                parts = zip(PARTS, tables.logits.entries(order), strict=True)
-                arrays |= {f"{name}.{order}.{part}": array for part, array in parts}
-            for kind in SAVED:
-                buckets = getattr(tables.calibration, kind)
-                arrays |= {f"{name}.{kind}.{part}": buckets[part] for part in ("hits", "trials")}
+        with self.lock:
+            for sampled, tables in self._tables.items():
+                name = NAMES[sampled]
+                for order in range(ORDERS):
+                    parts = zip(PARTS, tables.logits.entries(order), strict=True)
+                    arrays |= {f"{name}.{order}.{part}": array for part, array in parts}
+                for kind in SAVED:
+                    buckets = getattr(tables.calibration, kind)
+                    arrays |= {f"{name}.{kind}.{part}": buckets[part].copy() for part in ("hits", "trials")}
 
         # Write a temporary file and rename it, so that readers never see an incomplete file.
         path = Path(path)
@@ -151,7 +158,7 @@ class AdaptiveState:
                         state._unpack(arrays, NAMES[sampled], state.tables(sampled))
         except SettingsError:
             raise
-        except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise SettingsError(f"{path} is not a saved state of the adaptive drafter: {error}") from error
         return state
 

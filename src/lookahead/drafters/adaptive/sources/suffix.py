@@ -250,10 +250,10 @@ class Reader:
         self.reserve(len(tokens))
         read(pack(self.text), np.asarray(tokens, np.int64))
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` more tokens of this text."""
+    def reserve(self, tokens: int) -> bool:
+        """Make room for ``tokens`` more tokens of this text. Returns whether the trie was cleared."""
         self.trie.reserve(tokens)
-        self.catch_up()
+        return self.catch_up()
 
     def catch_up(self) -> bool:
         """Restart at the root if the trie has been cleared. Returns whether it has."""
