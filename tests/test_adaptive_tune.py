@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
@@ -506,6 +507,7 @@ def test_where_nothing_can_be_kept_the_curve_lives_in_memory(toy, tmp_path, monk
     ("arguments", "message"),
     [
         (("--rows", "2,4"), "must contain 1"),
+        (("--rows", "1"), "must contain a number above 1"),
         (("--rows", "1,x"), "whole numbers"),
         (("--repeats", "0"), "at least 1"),
         (("--contexts", "99999999"), "a context must be shorter than"),
@@ -524,6 +526,33 @@ def test_tuning_while_other_work_runs_is_not_kept(toy, monkeypatch):
     assert "not saved" in result.output
     llm = lookahead.load(toy, drafter="adaptive")
     assert load_curve(model_key(llm.model, llm.target().path)) is None
+
+
+@pytest.mark.parametrize(("rows", "saved"), [((1, 64), False), ((1, 4), True)])
+def test_a_curve_needs_steps_of_several_rows(toy, monkeypatch, rows, saved):
+    """Without one, more rows would seem to be free."""
+    monkeypatch.setattr(measure, "STEADY", inf)
+    model = type("Model", (), {"dtype": "float32", "device": "cpu", "config": None})()
+    llm = SimpleNamespace(model=model, target=lambda: FakeTarget(512, max_rows=12))
+    tune = partial(lookahead.LLM.tune, llm, rows, (8,), (), 1, lambda *point: None)
+    if saved:
+        assert tune().exists()
+        return
+    with pytest.raises(
+        SettingsError, match=r"number above 1 whose steps fit in memory .* got 1, 64; give other"
+    ):
+        tune()
+    assert not (Path(toy).parent / "cache" / "costs").exists()
+
+
+def test_a_full_disk_leaves_no_temporary_file(toy, monkeypatch):
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cost.os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        save_curve("a", CURVE)
+    assert list(curve_file("a").parent.iterdir()) == []
 
 
 def test_a_curve_that_cannot_be_kept_is_one_line(toy, tmp_path, monkeypatch):

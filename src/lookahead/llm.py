@@ -434,7 +434,7 @@ class LLM:
         """Measure the cost of steps of these sizes, and save the curve that adaptive uses for this model and machine.
 
         Args:
-            rows: numbers of rows of one sequence, besides 1.
+            rows: numbers of rows of one sequence, besides 1; at least one must be above 1.
             contexts: numbers of committed tokens; those too long for the model are skipped.
             batches: numbers of sequences of one row each.
             repeats: measurements of each size, at least 1.
@@ -444,7 +444,7 @@ class LLM:
             The file with the curve; None if it was not saved because other work disturbed the measurement.
 
         Raises:
-            SettingsError: no context fits the model.
+            SettingsError: no context fits the model, or no step of several rows.
             OSError: the cache folder cannot be written.
         """
         from .drafters.adaptive.cost import save_curve
@@ -452,6 +452,11 @@ class LLM:
 
         target = self.target()
         measured = measure(target, rows, contexts, batches, repeats, inf, progress)
+        if not measured.has_rows:  # every row would seem to be free
+            raise SettingsError(
+                "the rows must include a number above 1 whose steps fit in memory and in the model's vocabulary, got "
+                f"{', '.join(map(str, rows))}; give other numbers, or shorter contexts"
+            )
         if not measured.steady:
             return None
         file = save_curve(model_key(self.model, cost_path(target)), measured.curve())

@@ -37,6 +37,10 @@ def tune(
     sequences = numbers(batches, "--batches")
     if 1 not in counts:
         raise SettingsError("--rows must contain 1, which is plain decoding")
+    if max(counts) == 1:
+        raise SettingsError(
+            "--rows must contain a number above 1, as in 1,4,16, to measure the cost of more rows"
+        )
     if repeats < 1:
         raise SettingsError(f"--repeats must be at least 1, got {repeats}")
     llm = load_model(load)

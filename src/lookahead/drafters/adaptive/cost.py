@@ -215,8 +215,11 @@ def save_curve(model: str, curve: CostCurve) -> Path:
     about = {"format": FORMAT, "machine": machine(), "model": model}
     costs = {"rows": curve.rows, "sequences": curve.sequences}
     times = {"drafting": curve.drafting, "seconds": curve.seconds}
-    temporary.write_text(json.dumps({**about, **costs, **times}))
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps({**about, **costs, **times}))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
 
 

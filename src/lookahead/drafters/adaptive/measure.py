@@ -95,6 +95,11 @@ class Measurement:
         self.steady &= half[-1] <= STEADY * half[0]
         return fmean(half)
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether a step of several rows was measured; without one, more rows would seem to be free."""
+        return any(rows > 1 for _, _, rows in self.seconds)
+
     def curve(self) -> CostCurve:
         """The curve through the points. Costs are relative to the plain step of the same context."""
         rows: dict[int, dict[int, float]] = {}
@@ -465,7 +470,7 @@ def _load_or_measure(target: Target, name: str, notice: Callable[[str], None], o
         if curve is not None:
             return curve
         measured = measure(target)
-        if all(point[2] == 1 for point in measured.seconds):
+        if not measured.has_rows:
             return CostCurve.unmeasured(on_gpu)  # no step of several rows fits in memory or the vocabulary
     except (NumericalError, OutOfMemory, SettingsError):
         # Some tokens have NaN logits, which sequences report when they occur, there is no memory, or the model's
