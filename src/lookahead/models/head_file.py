@@ -123,8 +123,12 @@ class HeadWeights:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file, with matrices rounded to ``bits``."""
-        from safetensors.numpy import save_file
+        """Write the file, with matrices rounded to ``bits``.
+
+        Raises:
+            OSError: the file cannot be written, or the disk is full. An older file is then kept.
+        """
+        from safetensors.numpy import save
 
         tensors = {
             "shortlist": self.shortlist.astype(np.int32),
@@ -140,7 +144,8 @@ class HeadWeights:
         path = Path(path)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
-            save_file(tensors, temporary, texts)
+            # ``save_file`` raises no OSError, and makes a file that other users cannot read.
+            temporary.write_bytes(save(tensors, texts))
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)

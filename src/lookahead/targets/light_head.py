@@ -68,13 +68,20 @@ def make_head(model: Any, target: Target, weights: HeadWeights) -> Any:
     """The head of a model that this target evaluates: compiled if the target is, else in torch.
 
     Raises:
-        SettingsError: the target provides no hidden states, or the head belongs to another model.
+        SettingsError: the path provides no hidden states, or the head belongs to another model or another version.
     """
-    if not target.gives_hidden:
-        raise SettingsError(
-            f"a light head needs hidden states, and the path {target.path!r} does not give them"
-        )
+    from ..drafters.adaptive.calibration import GREEDY_GUESSES, SAMPLED_GUESSES
+
+    if path not in PATHS:
+        raise SettingsError(f"a light head needs hidden states, and the path {path!r} does not give them")
     weights.check(*sizes_of(model), name=_name(model))
+    for name, kinds in (("greedy", GREEDY_GUESSES), ("sampled", SAMPLED_GUESSES)):
+        found = weights.counts[name][0].shape[1]
+        if found != kinds:
+            raise SettingsError(
+                f"the light head must have counts of {kinds} kinds of {name} guesses, but it has {found}; another "
+                "version trained it; train one with lookahead train-head"
+            )
     embed, output = row_readers(model)
     if target.runs_compiled:
         from .cpu.compiled_head import CompiledHead
