@@ -40,9 +40,21 @@ def check_writable(folder: Path, name: str, instead: str) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise SettingsError(
-            f"{name} must be a writable folder ({error.strerror or error}); {instead}"
-        ) from None
+        raise not_writable(name, error, instead) from None
+
+
+def not_writable(name: object, error: OSError, instead: str = "") -> SettingsError:
+    """The error of a folder that cannot be written or whose disk is full.
+
+    Args:
+        name: what the message calls the folder.
+        error: why.
+        instead: what to do, or what has been saved.
+    """
+    reason = error.strerror or error
+    return SettingsError(
+        f"{name} must be a writable folder with free disk space ({reason}){instead and '; '}{instead}"
+    )
 
 
 def finite(value: Any) -> Any:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 if TYPE_CHECKING:
     from ..core import Result, Stats
@@ -45,6 +53,44 @@ def progress_bar() -> Progress:
     item = TextColumn("{task.description}", markup=False)
     columns = BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), item
     return Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal)
+
+
+class LongProgress:
+    """Progress of long work: a bar on a terminal, else a line every ``LINES`` seconds. A context manager."""
+
+    #: Seconds between lines.
+    LINES = 30.0
+
+    def __init__(self) -> None:
+        columns = BarColumn(20), TaskProgressColumn(), TextColumn("{task.description}", markup=False)
+        self._bar = Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal)
+        self._task: Any = self._bar.add_task("", total=1.0)
+        self._stage = ""
+        self._last = monotonic()
+
+    def __enter__(self) -> LongProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def show(self, share: float, text: str, left: float | None, stage: str = "") -> None:
+        """Show the progress.
+
+        Args:
+            share: the part of the work, or of its stage, that is done.
+            text: what is done.
+            left: seconds left; None if unknown.
+            stage: the stage; a new one is shown at once.
+        """
+        share = min(share, 1.0)
+        minutes = "" if left is None else f", {max(left, 0) / 60:.1f} minutes left"
+        self._bar.update(self._task, completed=share, description=text + minutes)
+        if self._bar.disable and (stage != self._stage or monotonic() - self._last > self.LINES):
+            self._stage = stage
+            self._last = monotonic()
+            note(f"{text}, {100 * share:.0f} %{minutes}")
 
 
 def as_record(result: Result) -> dict[str, Any]:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from time import monotonic
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from ..engine.prompts import has_chat_template
 from ..options import LoadOptions
 from .adapter import with_options
-from .console import Interrupted, note, stderr
+from .console import Interrupted, LongProgress, note
 from .shared import Json, load_model
 
 #: Default minutes if neither minutes nor tokens are given.
 MINUTES = 10.0
-#: Seconds between progress lines if stderr is not a terminal.
-LINES = 60.0
 
 
 @with_options()
@@ -53,8 +49,13 @@ def learn(
         note(f"continuing after {learner.folder.tokens:,} tokens of earlier runs")
     interrupted = False
     try:
-        with _Shown() as shown:
-            learner.write(goal, shown)
+        with LongProgress() as progress:
+
+            def show(share: float, tokens: int, seconds: float, left: float | None) -> None:
+                speed = tokens / max(seconds, 1e-9)
+                progress.show(share, f"{tokens:,} tokens, {speed:.0f} tokens/s", left)
+
+            learner.write(goal, show)
     except KeyboardInterrupt:
         interrupted = True
         note("interrupted: building the table from the text so far (Ctrl-C again to skip)", "yellow")
@@ -73,28 +74,3 @@ def learn(
         f"{table.learned:,} tokens: what follows {one} single tokens, {two} pairs and {three} triples\n"
         f"saved to {table.path}"
     )
-
-
-class _Shown:
-    """Shows progress: a bar on a terminal, else one line per minute."""
-
-    def __init__(self) -> None:
-        columns = BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
-        self._bar = Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal)
-        self._task = self._bar.add_task("", total=1.0)
-        self._last = monotonic()
-
-    def __enter__(self) -> _Shown:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, share: float, tokens: int, seconds: float) -> None:
-        text = f"{tokens:,} tokens, {tokens / max(seconds, 1e-9):.0f} tokens/s"
-        self._bar.update(self._task, completed=min(share, 1.0), description=text)
-        if self._bar.disable and monotonic() - self._last > LINES:
-            self._last = monotonic()
-            left = seconds / max(share, 1e-9) - seconds
-            note(f"{text}, {100 * share:.0f} %, {left / 60:.1f} minutes left")

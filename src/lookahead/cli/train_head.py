@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from time import monotonic
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from ..core import SettingsError
 from ..engine.prompts import has_chat_template
 from ..options import LoadOptions
 from .adapter import with_options
-from .console import Interrupted, note, stderr
+from .console import Interrupted, LongProgress, note
 from .shared import Json, load_model
-
-#: Seconds between progress lines if stderr is not a terminal.
-LINES = 30.0
 
 
 @with_options()
@@ -54,8 +49,14 @@ def train_head(
     if learner.texts.tokens:
         note(f"continuing after {learner.texts.tokens:,} tokens of earlier runs")
     try:
-        with _Shown() as shown:
-            head = learner.run(shown)
+        with LongProgress() as progress:
+
+            def show(stage: str, done: int, total: int, left: float | None, loss: float | None) -> None:
+                text = f"{stage}: {min(done, total):,} of {total:,}"
+                text += "" if loss is None else f", loss {loss:.2f}"
+                progress.show(done / max(total, 1), text, left, stage)
+
+            head = learner.run(show)
     except KeyboardInterrupt:
         raise Interrupted(
             f"interrupted; progress is saved in {learner.folder}, and the same command continues"
@@ -78,31 +79,3 @@ def train_head(
     )
     kept = sum(file.stat().st_size for file in learner.folder.iterdir()) / 1e6
     note(f"{learner.folder} has {kept:,.0f} MB for further training and can be deleted")
-
-
-class _Shown:
-    """Shows the progress of each stage: a bar on a terminal, else a line every ``LINES`` seconds."""
-
-    def __init__(self) -> None:
-        columns = BarColumn(20), TaskProgressColumn(), TextColumn("{task.description}", markup=False)
-        self._bar = Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal)
-        self._task: Any = self._bar.add_task("", total=1.0)
-        self._stage = ""
-        self._last = monotonic()
-
-    def __enter__(self) -> _Shown:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, stage: str, done: int, total: int, left: float | None, loss: float | None) -> None:
-        text = f"{stage}: {min(done, total):,} of {total:,}"
-        text += "" if loss is None else f", loss {loss:.2f}"
-        text += "" if left is None else f", {max(left, 0) / 60:.1f} minutes left"
-        self._bar.update(self._task, completed=done / max(total, 1), description=text)
-        if self._bar.disable and (stage != self._stage or monotonic() - self._last > LINES):
-            self._stage = stage
-            self._last = monotonic()
-            note(text)

@@ -103,6 +103,7 @@ class HeadLearner:
                 report(TEXT, kept + count, self._tokens, left, None)
 
             self._writer.write(lambda count, seconds: count >= missing, written)
+        self._writer.close()
 
         # Compute its hidden states.
         parts = collect(

@@ -242,12 +242,12 @@ STARTS = (
     "Fix",
     "Summarize",
 )
-#: Of ten openings, how many on average are about code, are sums and are in another language; the others are in English.
+#: Of ten openings, how many on average are about code, are sums and are in another language; the others are English.
 SHARES = (3, 1, 1)
 
 
 def opening(number: int) -> str:
-    """The request with this number. Its kind is drawn, because the number also determines which texts have openings."""
+    """The request with this number. Its kind is drawn, because the number also decides which texts have openings."""
     draw = random.Random(f"opening {number}")
     kind = draw.randrange(10)
     if kind < SHARES[0]:

@@ -22,6 +22,7 @@ import os
 import signal
 import threading
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,16 +30,23 @@ from itertools import count
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 
-from ..core import Choose, Scores, SettingsError, TokenTree
+from ..core import Choose, OutOfMemory, Scores, SettingsError, TokenTree
+from ..core.errors import first_line
 from ..core.verify import as_choose
 from ..drafters import Plain
 from ..engine.prompts import has_chat_template
 from ..options import Options
-from ..records import check_writable
+from ..records import check_writable, not_writable
 from .openings import beginning, opening
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from ..core import Engine, Target
@@ -55,6 +63,8 @@ BATCH = 64
 LONGEST, LONGEST_REQUEST = 192, 48
 #: The temperature of requests and of half of the answers.
 TEMPERATURE = 0.8
+#: A file in the folder of texts, locked by the process that writes them.
+LOCK_FILE = "writing.lock"
 #: Seconds between parts.
 PART_SECONDS = 30.0
 #: A text ends once its last tokens repeat ``REPEATS`` times, with a period of at most ``PERIOD``.
@@ -137,7 +147,7 @@ class Folder:
     """A folder of saved parts.
 
     Attributes:
-        path: the folder, which is created when the first part is saved.
+        path: the folder, which is created when text is first written.
         scan: whether to read the existing parts.
         next_number: one more than the largest number of a saved text.
         tokens: number of tokens of all saved completions.
@@ -150,11 +160,22 @@ class Folder:
     scan: bool = True
     next_number: int = field(init=False, default=0)
     tokens: int = field(init=False, default=0)
+    _counted: set[Path] = field(init=False, default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
-        for text in self.read() if self.scan else ():
-            self.next_number = max(self.next_number, text.number + 1)
-            self.tokens += len(text.completion)
+        if self.scan:
+            self.count_new()
+
+    def count_new(self) -> None:
+        """Count the texts of parts that have been added since, such as those of another process."""
+        for file in self.parts():
+            if file not in self._counted:
+                self._count(file, list(read_part(file)))
+
+    def _count(self, file: Path, texts: list[Text]) -> None:
+        self._counted.add(file)
+        self.next_number = max([self.next_number, *(text.number + 1 for text in texts)])
+        self.tokens += sum(len(text.completion) for text in texts)
 
     def check_writable(self) -> None:
         """Raise SettingsError unless the folder can be written, to be called before hours of work."""
@@ -179,10 +200,7 @@ class Folder:
             return
 
         # Write a temporary file and rename it, so that the part is either complete or missing.
-        parts = self.parts()
-        number = int(parts[-1].stem.rpartition("-")[2]) + 1 if parts else 0
-        file = self.path / f"part-{number:06d}.npz"
-        temporary = file.with_suffix(f".{os.getpid()}.tmp")
+        temporary = self.path / f"part.{os.getpid()}.tmp"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with _uninterrupted():
@@ -191,17 +209,61 @@ class Folder:
                         np.savez_compressed(opened, **_packed(texts))
                         opened.flush()
                         os.fsync(opened.fileno())
+                    file = self._new_part()  # only now, because the compression takes seconds
                     os.replace(temporary, file)
                 finally:
                     temporary.unlink(missing_ok=True)
-                self.next_number = max(self.next_number, *(text.number + 1 for text in texts))
-                self.tokens += sum(len(text.completion) for text in texts)
+                self._count(file, texts)
                 texts.clear()  # an interrupt after this block must not save them again
         except OSError as error:
-            raise SettingsError(
-                f"{self.path} must be a writable folder with free disk space ({error.strerror or error}); "
-                f"the {self.tokens} tokens saved before are complete"
-            ) from None
+            saved = f"the {self.tokens} tokens saved before are complete"
+            raise not_writable(self.path, error, saved) from None
+
+    def _new_part(self) -> Path:
+        """The file after the last part; it does not exist."""
+        names = (file.stem.removeprefix("part-") for file in self.parts())
+        number = max((int(name) + 1 for name in names if name.isdecimal()), default=0)
+        return self.path / f"part-{number:06d}.npz"
+
+
+class _Lock:
+    """Excludes other processes from writing text to a folder, as long as this object exists.
+
+    Where files cannot be locked, as on Windows and some network file systems, it excludes none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+        finalize(self, os.close, descriptor)  # which unlocks it
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingsError(f"another process writes text to {folder}; wait for it to end") from None
+        except OSError:
+            pass
+
+
+#: The locks that this process holds, by folder; its writers share them.
+_locks: WeakValueDictionary[Path, _Lock] = WeakValueDictionary()
+
+
+def _locked(folder: Path) -> _Lock:
+    """Lock a folder, which is created.
+
+    Raises:
+        SettingsError: another process has locked it, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        key = folder.resolve()
+        lock = _locks.get(key)
+        if lock is None:
+            lock = _locks[key] = _Lock(key)
+    except OSError as error:
+        raise not_writable(folder, error, "set XDG_CACHE_HOME or give another path") from None
+    return lock
 
 
 def check_output(file: Path) -> None:
@@ -281,7 +343,7 @@ def read_part(file: Path) -> Iterator[Text]:
         total = int(part["prompts"].sum()) + positions
         if len(part["tokens"]) != total or not len(part["ids"]) == len(part["logprobs"]) == positions:
             raise ValueError("its arrays have inconsistent lengths")
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise SettingsError(f"{file} must be a part of a model's own text ({error}); delete it") from None
 
     # Split them into texts.
@@ -304,15 +366,16 @@ def read_part(file: Path) -> Iterator[Text]:
 
 
 class Writer:
-    """Generates and saves a model's own text.
+    """Generates and saves a model's own text. Until it is closed, no other process writes text to the folder.
 
     Args:
         llm: the model, with a tokenizer.
         folder: the folder of the text, to which texts from number ``folder.next_number`` on are added.
-        batch: number of sequences decoded together.
+        batch: number of sequences decoded together; reduced when they do not fit in memory.
 
     Raises:
-        SettingsError: the model has no tokenizer.
+        SettingsError: the model has no tokenizer, its chat template has no turn of a user, another process writes
+            text to the folder, or the folder cannot be written.
     """
 
     def __init__(self, llm: LLM, folder: Folder, batch: int = BATCH) -> None:
@@ -323,11 +386,29 @@ class Writer:
         self.batch = batch
         self._chats = has_chat_template(llm.tokenizer)
         self._before = self._before_turn() if self._chats else ""
+        self._lock: _Lock | None = None
+        self._open()
+
+    def _open(self) -> None:
+        if self._lock is None:
+            self._lock = _locked(self.folder.path)
+            if self.folder.scan:
+                self.folder.count_new()  # another process may have added parts until now
+
+    def close(self) -> None:
+        """Let other processes write to the folder. ``write`` locks it again."""
+        self._lock = None
 
     def _before_turn(self) -> str:
         """The chat template's text before the user's turn."""
         chat = [{"role": "user", "content": _MARK}]
-        return str(self.llm.tokenizer.apply_chat_template(chat, tokenize=False)).partition(_MARK)[0]
+        try:
+            text = str(self.llm.tokenizer.apply_chat_template(chat, tokenize=False))
+        except Exception as error:  # a template is the model's code and may raise anything
+            raise SettingsError(
+                f"the model's chat template rejects a chat of one user message: {first_line(error)}"
+            ) from None
+        return text.partition(_MARK)[0]
 
     def write(
         self,
@@ -342,9 +423,10 @@ class Writer:
             progress: called with the same numbers after every step.
 
         Raises:
-            SettingsError: a part could not be saved.
+            SettingsError: a part could not be saved, or another process writes text to the folder.
             LookaheadError: decoding failed; the texts so far are saved.
         """
+        self._open()
         numbers = count(self.folder.next_number)
         begin = saved = monotonic()
         compiled = False
@@ -362,9 +444,14 @@ class Writer:
                     tokens += len(update.tokens)
                     if update.result is None:
                         continue
-                    update.result.checked()
                     job = update.sequence.request.tag
-                    ended.append(_text(job, update.result.prompt_tokens, update.result.tokens))
+                    if update.result.tokens:
+                        ended.append(_text(job, update.result.prompt_tokens, update.result.tokens))
+                    if isinstance(update.result.error, OutOfMemory) and engine.running + engine.waiting:
+                        # The engine has ended the longest sequence. The others go on, but fewer at a time.
+                        self.batch = max(1, min(self.batch, (engine.running + engine.waiting) // 2))
+                        continue
+                    update.result.checked()
                     if job.kind == REQUEST:
                         self._answer(engine, job.number, update.result.tokens)
 

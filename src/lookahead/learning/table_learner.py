@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 
+#: Largest number of contexts of a table; those that add most are kept. Each takes up to 44 bytes, as may its
+#: parent, so that the file is not larger than readers accept (``base_table.LARGEST_FILE``).
+MOST_CONTEXTS = 12_000_000
+
+
 @dataclass(frozen=True)
 class Goal:
     """When there is enough text: after a time in seconds, or at a total number of tokens. None for no limit."""
@@ -48,6 +53,13 @@ class Goal:
         by_text = (kept + tokens) / self.tokens if self.tokens is not None else 0.0
         return max(by_time, by_text)
 
+    def left(self, kept: int, tokens: int, seconds: float) -> float | None:
+        """The seconds left at the speed of this run; None before its first token if there is no limit of time."""
+        left = [self.seconds - seconds] if self.seconds is not None else []
+        if self.tokens is not None and tokens:
+            left.append((self.tokens - kept - tokens) * seconds / tokens)
+        return max(0.0, min(left)) if left else None
+
 
 class Learner:
     """Writes text of a model and builds its table.
@@ -71,19 +83,22 @@ class Learner:
         check_same_model(llm.target(), self.folder)
         self._writer = Writer(llm, self.folder)
 
-    def write(self, goal: Goal, progress: Callable[[float, int, float], None]) -> int:
+    def write(self, goal: Goal, progress: Callable[[float, int, float, float | None], None]) -> int:
         """Write text until the goal is reached. Returns the number of new tokens.
 
         The text is also saved after an interruption.
 
         Args:
             goal: when there is enough text.
-            progress: called after every step with (share of the goal, number of new tokens, seconds).
+            progress: called after every step with (share of the goal, number of new tokens, seconds, seconds left if
+                known).
         """
         kept = self.folder.tokens
         return self._writer.write(
             lambda tokens, seconds: goal.share(kept, tokens, seconds) >= 1,
-            lambda tokens, seconds: progress(goal.share(kept, tokens, seconds), tokens, seconds),
+            lambda tokens, seconds: progress(
+                goal.share(kept, tokens, seconds), tokens, seconds, goal.left(kept, tokens, seconds)
+            ),
         )
 
     def build(self) -> BaseTable:
@@ -92,7 +107,7 @@ class Learner:
         Raises:
             SettingsError: there is too little text, or the table cannot be saved.
         """
-        trie, counts, learned = build(self.folder.read(), self._llm.vocabulary)
+        trie, counts, learned = build(self.folder.read(), self._llm.vocabulary, MOST_CONTEXTS)
         try:
             save_table(self.output, trie, counts, self._llm.vocabulary, self._name, learned)
         except SettingsError as error:

@@ -13,12 +13,14 @@ shortlist; the model's own probabilities are more informative than the one token
 et al., 2015). Every twentieth text is held out. On these, ``Report`` counts by level how often the model's best token
 is among the head's best 1, 2, 4 and 8, and how often guesses of each kind are right, greedy and sampled.
 
-Training is a pure function of the text, the states and the settings. Every minute and on interruption, it saves a
-checkpoint from which the next run continues.
+Training is a function of the text, the states, the settings and the dtype of its matrix products, which is the faster
+one on the device where it begins. Every minute and on interruption, it saves a checkpoint, including the dtype, from
+which the next run continues.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -54,6 +56,8 @@ BEST = (1, 2, 4, 8)
 TEMPERATURE = 0.8
 #: Largest number of trials per bucket.
 MOST_TRIALS = 100.0
+#: The dtypes of matrix products, by name.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Seconds between checkpoints.
 CHECKPOINT_SECONDS = 60.0
 #: Number of steps over which the learning rate rises.
@@ -163,6 +167,12 @@ class Positions:
             here = parts == part
             out[here] = self.states[part][flat[here] - self.firsts[part]]
         return out.reshape(*positions.shape, -1)
+
+    @property
+    def digest(self) -> str:
+        """A digest of the first text's hidden states, which differ between models of the same sizes."""
+        first = np.ascontiguousarray(self.states[0][: self.bounds[0, 1]])
+        return hashlib.sha256(first.tobytes()).hexdigest()[:16]
 
     def runs(self, length: int, after: int) -> Array:
         """First positions of runs of ``length`` consecutive training positions, each followed by ``after`` more."""
@@ -339,7 +349,7 @@ class Training:
     def _identity(self) -> str:
         """The settings and data that a checkpoint must match."""
         data = [len(self.positions), len(self.starts), len(self.shortlist), *self._output.shape]
-        return json.dumps({"settings": asdict(self.settings), "data": data})
+        return json.dumps({"settings": asdict(self.settings), "data": data, "states": self.positions.digest})
 
     def run(self, progress: Callable[[Progress], None] = lambda progress: None) -> None:
         """Train to the end. An exception, such as KeyboardInterrupt, saves a checkpoint first."""
@@ -462,19 +472,22 @@ class Training:
         )
 
     def _save(self) -> None:
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         tensors = {f"weight.{name}": value.detach() for name, value in self.network.named_parameters()}
         for name, value in self.network.named_parameters():
             moments = self._optimizer.state.get(value, {})
             tensors |= {f"{key}.{name}": moments[key] for key in ("exp_avg", "exp_avg_sq") if key in moments}
         texts = {"identity": self._identity, "step": str(self.step), "seconds": str(self.seconds)}
-        texts["loss"] = str(self._loss)
+        texts |= {"loss": str(self._loss), "dtype": str(self._dtype).removeprefix("torch.")}
         temporary = self.file.with_suffix(f".{os.getpid()}.tmp")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             try:
-                save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, texts)
+                # ``save_file`` raises no OSError, and makes a file that other users cannot read.
+                temporary.write_bytes(
+                    save({name: value.contiguous() for name, value in tensors.items()}, texts)
+                )
                 os.replace(temporary, self.file)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -496,6 +509,7 @@ class Training:
                         "the checkpoint belongs to different text or settings; training starts from the beginning"
                     )
                     return
+                dtype = DTYPES[texts["dtype"]]
                 step = int(texts["step"])
                 for name, parameter in self.network.named_parameters():
                     with torch.no_grad():
@@ -504,6 +518,7 @@ class Training:
                         moments = {key: file.get_tensor(f"{key}.{name}") for key in ("exp_avg", "exp_avg_sq")}
                         self._optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
                 self.step = step
+                self._dtype = dtype
                 self.seconds = float(texts["seconds"])
                 self._loss = float(texts["loss"])
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
@@ -515,7 +530,7 @@ class Training:
 def _fast_dtype(device: torch.device) -> torch.dtype:
     """The dtype of matrix products: bfloat16 if it is faster than float32 on this device."""
     seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in DTYPES.values():
         a, b = (torch.ones(rows, 512, dtype=dtype, device=device) for rows in (256, 2048))
         spent = []
         for _ in range(4):

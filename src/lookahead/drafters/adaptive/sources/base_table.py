@@ -36,6 +36,7 @@ import numpy as np
 
 from ....core import SettingsError
 from ....jit import compiled, int64
+from ....records import not_writable
 from ..calibration import (
     BASE_AXES,
     BASE_COUNTS,
@@ -282,7 +283,8 @@ def save_table(
     """Write a table atomically: readers of an older file at this path keep reading the older one.
 
     Raises:
-        SettingsError: the folder cannot be written, or its disk is full.
+        SettingsError: the table is larger than readers accept, the folder cannot be written, or its disk is full. An
+            older file is then kept.
     """
     from safetensors.numpy import save
 
@@ -291,19 +293,21 @@ def save_table(
         arrays |= {f"{name}_hits": hits, f"{name}_trials": trials}
     ready = {name: np.ascontiguousarray(arrays[name], dtype) for name, dtype in ARRAYS.items()}
     about = {"format": FORMAT, "vocabulary": str(vocabulary), "model": model, "learned": str(learned)}
+    content = save(ready, about)
+    if len(content) > LARGEST_FILE:
+        raise SettingsError(
+            f"a base table must have at most {LARGEST_FILE} bytes, but this one has {len(content)}"
+        )
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            temporary.write_bytes(save(ready, about))
+            temporary.write_bytes(content)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        reason = error.strerror or error
-        raise SettingsError(
-            f"{path.parent} must be a writable folder with free disk space ({reason})"
-        ) from None
+        raise not_writable(path.parent, error) from None
 
 
 def open_table(path: str | os.PathLike[str]) -> BaseTable:
