@@ -54,7 +54,7 @@ OPEN = ("writing", "roleplay", "humanities", "stem")
 PAPER = {4: (1, 3, 1), 8: (2, 3, 2), 16: (4, 3, 4), 64: (8, 5, 8)}
 #: Fields that identify a result in the records; a page may be written at a later commit, and without the files.
 KEYS = ("model", "dtype", "prompts", "new_tokens", "workload", "method", "rows")
-MEASURED_KEYS = (*KEYS, "commit", "weights")
+MEASURED_KEYS = (*KEYS, "commit", "weights", "reads")
 #: Method -> (name, what it reads, S on Spec-Bench as published for Vicuna-7B).
 ABOUT = {
     "adaptive": ("adaptive, the default", "the text, base table", "-"),
@@ -116,18 +116,42 @@ def weights_of(file: Path | None) -> dict[str, str]:
     return {"weights": digest, "training": training}
 
 
+def require_weights(files: dict[str, Path | None]) -> None:
+    """Raise SystemExit unless every method has the file of its weights."""
+    for method, file in files.items():
+        if file is None or not file.is_file():
+            raise SystemExit(
+                f"{method} needs a file of trained weights, got {file}; train it or leave it out of --methods"
+            )
+
+
+def reads_of(llm: Any, text: Path) -> dict[str, str]:
+    """Digests of the model's base table, for adaptive, and of the model's own text, for REST."""
+    table = ModelUnderTest.of(llm).learned().get("table", "")
+    digest = hashlib.sha256()
+    for part in Folder(text, scan=False).parts():
+        digest.update(part.read_bytes())
+    return {"adaptive": table, "adaptive with head": table, "rest": digest.hexdigest()[:12]}
+
+
 class Measurement:
     """The model, and the files of the methods, which are loaded on first use.
 
     Attributes:
-        weights: method -> digest and training of its weights.
+        weights: method -> digest and training of its weights, and a digest of the table or text that it reads.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.llm = lookahead.load(args.model)
         head = find_head(self.llm.model)
         files = {"adaptive with head": head, "static tree": head, "eagle": args.eagle, "medusa": args.medusa}
-        self.weights = {method: weights_of(files.get(method)) for method in args.methods}
+        if not args.page_only:
+            require_weights({method: files[method] for method in args.methods if method in WEIGHTED})
+        reads = {} if args.page_only else reads_of(self.llm, args.text)
+        self.weights = {
+            method: {**weights_of(files.get(method)), "reads": reads.get(method, "")}
+            for method in args.methods
+        }
         self.heads = cache(lambda: Medusa.load(args.medusa))
         self.eagle = cache(lambda: Eagle.load(args.eagle, self.llm.model))
         self.datastore = cache(lambda: datastore(self.llm, args.text))
@@ -245,7 +269,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     for rows, workload, method in product(args.rows, prompts, args.methods):
         line = {**about, "prompts": args.prompts, "workload": workload, "method": method, "rows": rows}
         line |= measurement.weights[method]
-        done = known.get(tuple(line[key] for key in keys))
+        done = known.get(tuple(line.get(key) for key in keys))
         if done is not None or args.page_only:
             lines += [done] if done is not None else []
             continue
@@ -302,7 +326,9 @@ def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
             table = []
             for method in args.methods:
                 some = [by.get((workload, method, rows)) for rows in args.rows]
-                cells = ["-" if line is None or line[key] is None else f"{line[key]:.2f}" for line in some]
+                cells = [
+                    "-" if line is None or line.get(key) is None else f"{line[key]:.2f}" for line in some
+                ]
                 table.append([ABOUT[method][0], *cells])
             heads = ["method", *(f"{rows} rows" for rows in args.rows)]
             text += [f"## {title}: {figure}", "", markdown_table(heads, table, texts=1), ""]

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 import lookahead
 from benchmarks import adaptive_run, departures, dynamics, rows, trained
 from benchmarks.chain_s import variants
+from benchmarks.drafters import places_in
 from benchmarks.drafters.eagle import Eagle, EagleDrafter, EagleState, Layer
 from benchmarks.drafters.medusa import RANKS, Heads, Medusa, MedusaDrafter
 from benchmarks.drafters.rest import AHEAD, END, Datastore, Rest
@@ -314,3 +315,37 @@ def test_the_text_on_convergence_follows_from_the_counts():
     assert "here it is 9 % and 39 %." in said
     assert "S is 1.00 to 1.50. From 0 to 7 iterations" in said
     assert "grows by 42 % of the block, that of emitted tokens among them by 35 %." in said
+
+
+def test_missing_weights_are_said_before_the_measurement(tmp_path):
+    file = tmp_path / "file"
+    with pytest.raises(
+        SystemExit, match=r"medusa needs a file of trained weights, got .*file; train it or leave it"
+    ):
+        trained.require_weights({"medusa": file})
+    file.write_text("")
+    trained.require_weights({"medusa": file})
+
+
+def test_records_from_before_speeds_were_measured_have_a_page():
+    lines = [{"workload": "prose", "method": "medusa", "rows": 4, "s": 1.5}]
+    args = Namespace(methods=["medusa"], rows=[4], prompts=1, new_tokens=8)
+    cells = [
+        part.splitlines()[-1] for part in trained.body(lines, args) if part.startswith("| method | 4 rows |")
+    ]
+    assert cells[:3] == ["| Medusa-1 | 1.50 |", "| Medusa-1 | - |", "| Medusa-1 | - |"]
+
+
+def test_other_text_is_another_datastore(tmp_path, monkeypatch):
+    model = SimpleNamespace(learned=lambda: {"table": "t"})
+    monkeypatch.setattr(trained.ModelUnderTest, "of", lambda llm: model)
+    first = trained.reads_of(None, tmp_path)
+    assert first["adaptive"] == "t"
+    (tmp_path / "part-000000.npz").write_text("more")
+    assert trained.reads_of(None, tmp_path)["rest"] != first["rest"]
+    assert "reads" in trained.MEASURED_KEYS
+
+
+def test_a_sampled_token_may_be_larger_than_all_best_tokens():
+    positions = SimpleNamespace(ids=np.array([[2, 1]]), tokens=np.array([5, 2]))
+    assert places_in(np.array([2, 5]), positions).tolist() == [-1, -1, 0, -1, -1, 1]

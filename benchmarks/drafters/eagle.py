@@ -38,6 +38,7 @@ from lookahead.learning.self_text import Folder
 from lookahead.learning.train_head import Positions
 from lookahead.targets.light_head import row_readers, sizes_of
 
+from . import places_in
 from .static_tree import SHAPES
 
 #: Size of an attention head.
@@ -242,8 +243,7 @@ def train(positions: Positions, embed: Any, output: Any, epochs: float) -> Eagle
     torch.manual_seed(0)
     shortlist = positions.frequent(SHORTLIST)
     rows = torch.from_numpy(output(shortlist.tolist()))
-    place = np.full(int(positions.ids.max()) + 1, -1)
-    place[shortlist] = np.arange(len(shortlist))
+    place = places_in(shortlist, positions)
     layer = Layer(rows.shape[1])
 
     # Train on pieces of equal length, which need no padding.

@@ -38,6 +38,8 @@ from lookahead.learning.self_text import Folder
 from lookahead.learning.train_head import Positions
 from lookahead.targets.light_head import row_readers, sizes_of
 
+from . import places_in
+
 #: Number of heads.
 HEADS = 3
 #: Number of tokens that the heads can predict.
@@ -183,8 +185,7 @@ def train(positions: Positions, output: Any, epochs: float, heads: int = HEADS) 
     torch.manual_seed(0)
     shortlist = positions.frequent(SHORTLIST)
     network = Heads(torch.from_numpy(output(shortlist.tolist())), heads)
-    place = np.full(int(positions.ids.max()) + 1, -1)
-    place[shortlist] = np.arange(len(shortlist))
+    place = places_in(shortlist, positions)
 
     # A batch consists of runs of 16 consecutive positions.
     starts = positions.runs(16, heads)
