@@ -293,7 +293,7 @@ def test_texts_with_a_table_are_those_of_plain_decoding(own_table, rows):
 
 
 def test_the_comparison_finds_a_wrong_text(own_table, accept_a_wrong_node):
-    other = FakeTarget(32, repetitive_text(32, seed=7))  # the table's best guess is often wrong
+    other = FakeTarget(32, repetitive_text(32, seed=8))  # the best guess is wrong in some steps
     with pytest.raises(AssertionError):
         assert_same_as_autoregressive(other, PROMPTS, Adaptive(rows=64, table=own_table))
 

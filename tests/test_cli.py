@@ -433,7 +433,7 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
         (["--prompt", "x", "--max-new-tokens", "many"], "--max-new-tokens.*valid integer"),
         (["--prompt", "x", "--top-p", 0.5], "top_p needs a temperature above 0"),
         (["--prompt", "x", "--temperature", -1], "temperature"),
-        (["--prompt", "x", "--stop", ""], "stop string"),
+        (["--prompt", "x", "--stop", ""], "stop must be a non-empty string"),
         (["--prompt", "x", "--dtype", "int3"], "dtype must be auto"),
         (["--prompt", "x", "--device", "quantum"], "device must be"),
         (["--prompt", "x", "--threads", 0], "threads must be a whole number of at least 1"),

@@ -23,7 +23,7 @@ from lookahead.targets.cuda_graphs import (
     MOST_ROWS,
     CudaGraphTarget,
     Parts,
-    Step,
+    SlotStep,
     bucket_of,
     buffer_size,
     captured_attention,
@@ -57,7 +57,7 @@ def test_a_step_in_one_buffer():
     tree.add_candidate([8, 9])
     tree.add_candidate([5])
     buffer = torch.full((buffer_size(2, 8),), -1, dtype=torch.int32)
-    Parts.of(buffer, 2, 8).fill([Step(3, 33, tree), Step(1, 5, TokenTree(6))])
+    Parts.of(buffer, 2, 8).fill([SlotStep(3, 33, tree), SlotStep(1, 5, TokenTree(6))])
     assert buffer.tolist() == [
         *[3, 1, -1, -1],
         *[33, 5, -1, -1],
@@ -68,7 +68,7 @@ def test_a_step_in_one_buffer():
         *[0b1, 0b11, 0b111, 0b1001, 1, 1, 1, 1],
         *[1] * 8,
     ]
-    Parts.of(buffer, 2, 8).fill([Step(3, 33, tree)])  # padded with a copy of the sequence
+    Parts.of(buffer, 2, 8).fill([SlotStep(3, 33, tree)])  # padded with a copy of the sequence
     assert Parts.of(buffer, 2, 8).slots.tolist() == [3, 3]
 
 

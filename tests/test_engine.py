@@ -926,7 +926,7 @@ assert texts[0] == texts[1] != ""
 # Quantized in hand, the config does not tell.
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 quantize_(model, Int8WeightOnlyConfig())
-assert "is of type Int8Tensor" in lookahead.LLM(model).target().reason
+assert "is a Int8Tensor" in lookahead.LLM(model).target().reason
 
 # Inputs quantized by row too: the probe sees that trees round otherwise, and a line says what follows.
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

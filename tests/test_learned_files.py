@@ -24,6 +24,7 @@ from lookahead.learning.self_text import ANSWER, KINDS, LOCK_FILE, OWN_ANSWER, R
 from lookahead.learning.table_learner import Goal, Learner
 from lookahead.learning.train_head import Positions, Training, TrainSettings
 from lookahead.models.head_file import HeadWeights
+from lookahead.targets.cpu.cpu_target import CpuTarget
 from lookahead.targets.light_head import make_head
 
 HIDDEN = 32
@@ -284,7 +285,7 @@ def test_a_head_with_other_buckets_is_refused():
         with pytest.raises(
             SettingsError, match=rf"kinds of {name} guesses, but it has {kinds}; .* train one with"
         ):
-            make_head(model, "cpu", head(kinds))
+            make_head(model, CpuTarget, head(kinds))
 
 
 class Vectors:

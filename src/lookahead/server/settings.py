@@ -75,8 +75,8 @@ class Settings(MachineOptions, DrafterOptions):
     )
     max_rows: int = option(
         256,
-        "Maximum rows of a step that a request may set by W,N,G. To limit the rows of adaptive, use the drafter "
-        "adaptive:max_rows=N.",
+        "Maximum rows of a step that a request may set by W,N,G. The drafter adaptive:max_rows=8 limits those of "
+        "adaptive.",
         at_least(1, 4096),
     )
     row_budget: int | None = option(

@@ -68,12 +68,14 @@ def make_head(model: Any, target: Target, weights: HeadWeights) -> Any:
     """The head of a model that this target evaluates: compiled if the target is, else in torch.
 
     Raises:
-        SettingsError: the path provides no hidden states, or the head belongs to another model or another version.
+        SettingsError: the target provides no hidden states, or the head belongs to another model or another version.
     """
     from ..drafters.adaptive.calibration import GREEDY_GUESSES, SAMPLED_GUESSES
 
-    if path not in PATHS:
-        raise SettingsError(f"a light head needs hidden states, and the path {path!r} does not give them")
+    if not target.gives_hidden:
+        raise SettingsError(
+            f"a light head needs hidden states, and the path {target.path!r} does not provide them"
+        )
     weights.check(*sizes_of(model), name=_name(model))
     for name, kinds in (("greedy", GREEDY_GUESSES), ("sampled", SAMPLED_GUESSES)):
         found = weights.counts[name][0].shape[1]
@@ -137,7 +139,7 @@ def head_of(
                 heads[key] = head
         except (NumericalError, OutOfMemory, SettingsError) as error:
             if wanted != "auto" or target.gives_hidden:  # "auto" was no explicit request
-                notice(f"{error}; decoding goes on without a light head")
+                notice(f"{error}; continuing without a light head")
     return heads[key]
 
 
