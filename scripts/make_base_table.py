@@ -1,6 +1,6 @@
 """Make the base table included in this package: src/lookahead/drafters/adaptive/tables/.
 
-    python scripts/make_base_table.py --text DIR [--tokens 500000] [--contexts 180000]
+    python scripts/make_base_table.py --text DIR [--tokens 1000000] [--contexts 180000]
 
 The default model generates TOKENS tokens into DIR, from the openings in ``lookahead.learning.openings``, continuing
 after existing text. The number of a completion is its seed, so an uninterrupted run is reproducible. The table keeps
@@ -22,7 +22,7 @@ from lookahead.learning.table import build
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=500_000)
+    parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--contexts", type=int, default=180_000)
     options = parser.parse_args()
     llm = lookahead.load()

@@ -25,7 +25,7 @@ def train_head(
     levels: Annotated[int, typer.Option(help="How many tokens ahead the head learns to guess.")] = 2,
     shortlist: Annotated[int, typer.Option(help="How many tokens of the vocabulary it can guess.")] = 8192,
     width: Annotated[int, typer.Option(help="Width of its block.")] = 1024,
-    epochs: Annotated[float, typer.Option(help="Passes over the text.")] = 4.0,
+    epochs: Annotated[float, typer.Option(help="Passes over the text.")] = 2.0,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     output: Annotated[
         Path | None, typer.Option(help="The head's file. [default: a file that head=auto finds]")

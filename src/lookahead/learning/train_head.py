@@ -91,7 +91,7 @@ class TrainSettings:
     shortlist: int = 8192
     width: int = 1024
     levels: int = 2
-    epochs: float = 3.0
+    epochs: float = 2.0
     rate: float = 2e-3
     decay: float = 0.5
     deep: float = 0.25
