@@ -198,6 +198,16 @@ def test_a_key_names_what_determines_the_cost():
     assert cost_path(FakeTarget()) == FakeTarget.path
 
 
+def test_code_for_another_processor_has_a_curve_of_its_own(monkeypatch):
+    """With AVX2 instead of AVX-512, four rows of packed weights cost twice as much as one."""
+    compiled = type("Compiled", (FakeTarget,), {"runs_compiled": True})()
+    monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
+    own = cost_path(compiled)
+    monkeypatch.setenv("NUMBA_CPU_NAME", "haswell")
+    assert cost_path(compiled) == f"{own}, compiled for haswell"
+    assert cost_path(FakeTarget()) == FakeTarget.path
+
+
 def test_a_machine_has_all_of_its_gpus(monkeypatch):
     """A model may be on any of them."""
     import torch

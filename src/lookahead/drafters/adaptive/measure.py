@@ -12,6 +12,7 @@ where these are larger on a CPU without the compiled path, and the next process 
 from __future__ import annotations
 
 import json
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -396,14 +397,17 @@ def model_key(model: Any, path: str = "") -> str:
 
 
 def cost_path(target: Target) -> str:
-    """The path of a target, and what else determines the cost of its steps: its attention function and the number of
-    ranks."""
+    """The path of a target, and what else determines the cost of its steps: its attention function, the number of
+    ranks, and the processor that its code is compiled for, if NUMBA_CPU_NAME names one."""
     attention, ranks = getattr(target, "attention", None), getattr(target, "ranks", 1)
     parts = [target.path]
     if attention is not None:
         parts.append(f"attention by {attention.backend}")
     if ranks > 1:
         parts.append(f"{ranks} ranks")
+    processor = os.environ.get("NUMBA_CPU_NAME")
+    if target.runs_compiled and processor:
+        parts.append(f"compiled for {processor}")
     return ", ".join(parts)
 
 
