@@ -85,6 +85,15 @@ SLOW = [
 ]
 
 
+#: Files with tests of twenty seconds and more.
+LONGEST = (
+    "test_soak",
+    "test_server_stress",
+    "test_first_start",
+    "test_cpu_widths",
+    "test_attention_compile",
+    "test_lookahead_budget",
+)
 #: Compile the float32 and bfloat16 passes, and the packed-weight passes with the drafters' code; 20 s each.
 #: The first loads with drafter="off", or it would compile the drafters' code too.
 COMPILE = (
@@ -123,7 +132,7 @@ IGNORES_SOFT_CAPS = tuple(map(int, version("transformers").split(".")[:2])) < (5
 
 def pytest_collection_modifyitems(items):
     # Run the longest tests first, so that no worker is left alone with one.
-    items.sort(key=lambda item: item.path.stem not in ("test_soak", "test_server_stress"))
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
     for item in items:
         if any(fnmatch(f"{item.path.stem}::{item.name}", pattern) for pattern in SLOW):
             item.add_marker(pytest.mark.slow)
