@@ -27,7 +27,7 @@ help:
 	@echo "make soak           fuzzing, memory, long outputs, kills, damaged files (over an hour); writes docs/results/soak.md"
 	@echo "make coverage       run all tests and report line coverage"
 	@echo "make bench          run the benchmark on prompts from Python's standard library"
-	@echo "make results        measure every results page and the README's figures again"
+	@echo "make results        measure every results page again, and with it the figures in README and docs"
 	@echo "                    (DATA=folder of data sets, LIMIT=prompts of each)"
 	@echo "make peers          install what make results compares with, except vLLM (make vllm): llama.cpp, compiled here, OpenVINO"
 	@echo "make gpu-check      measure everything that needs a GPU, in ten minutes, and write one page"
@@ -74,13 +74,15 @@ test-llamacpp: $(READY)
 PEERS := build/peers
 LLAMACPP_SOURCE := $(PEERS)/llama_cpp_python-0.3.36
 LLAMACPP_BIN ?= $(wildcard $(PEERS)/llama.cpp/bin)
+# With AMX, llama.cpp crashes if the compiler removes the stores to its tile configuration (its pull request 26954).
+LLAMACPP_FLAGS := $(if $(shell grep -m 1 -o amx_int8 /proc/cpuinfo 2>/dev/null),-fno-tree-dse -fno-dse)
 peers: $(PEERS)/.ready
 $(PEERS)/.ready: $(READY)
 	$(RUN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python --dest $(PEERS) \
 	  llama-cpp-python==0.3.36
 	tar -xzf $(LLAMACPP_SOURCE).tar.gz -C $(PEERS)
 	cmake -S $(LLAMACPP_SOURCE)/vendor/llama.cpp -B $(PEERS)/llama.cpp -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
-	  -DLLAMA_BUILD_TESTS=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+	  -DLLAMA_BUILD_TESTS=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DCMAKE_CXX_FLAGS='$(LLAMACPP_FLAGS)'
 	cmake --build $(PEERS)/llama.cpp --parallel $$(getconf _NPROCESSORS_ONLN) --target llama llama-bench llama-cli llama-server llama-lookup \
 	  llama-lookahead llama-quantize
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(PEERS)/packages --upgrade \
@@ -188,7 +190,7 @@ fix: $(READY)
 	$(RUN)/python docs/draw.py --write
 	$(RUN)/python docs/draw_parallel.py --write
 	$(RUN)/python docs/draw_server.py --write
-	$(RUN)/python -m benchmarks.gpu_model --write
+	$(RUN)/python -m benchmarks.results --readme
 
 # Follows the README as a reader would, in a new environment. TORCH selects the torch build here too.
 test-readme:
@@ -208,6 +210,7 @@ results: $(READY)
 measure: $(READY)
 	$(if $(wildcard $(PEERS)/.ready),PYTHONPATH=$(PEERS)/packages LLAMA_CPP_LIB_PATH=$(PEERS)/llama.cpp/bin) \
 	  $(RUN)/python -m benchmarks.results --data $(DATA) --limit $(LIMIT) $(if $(LLAMACPP_BIN),--llamacpp-bin '$(LLAMACPP_BIN)')
+	$(RUN)/python docs/draw.py --write
 
 bench: $(READY)
 	$(RUN)/python -m lookahead bench --workload stdlib --limit 8 --out build/bench

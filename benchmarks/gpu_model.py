@@ -19,7 +19,6 @@ are padded to the sizes of captured passes. `python scripts/gpu_check.py` measur
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ from pathlib import Path
 from lookahead.bench.report import markdown_table
 from lookahead.targets.cuda_graphs import BUCKETS, CAPACITY, bucket_of
 from lookahead.targets.limits import GRAPH_MEMORY
+
+from .blocks import with_block
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "gpu.md"
@@ -368,14 +369,18 @@ TABLES = {
 def page(text: str) -> str:
     """The page with recomputed tables."""
     for name, table in TABLES.items():
-        block = rf"(<!-- computed: {name} -->\n).*?(<!-- end -->)"
-        text = re.sub(block, lambda m, table=table: f"{m[1]}{table()}\n{m[2]}", text, flags=re.S)  # type: ignore[misc]
+        text = with_block(text, PAGE.name, name, table(), kind="computed")
     return text
+
+
+def write() -> None:
+    """Write the tables into docs/gpu.md."""
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def main() -> None:
     if "--write" in sys.argv:
-        PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        write()
         return
     for name, table in TABLES.items():
         print(f"\n{name}\n{table()}")

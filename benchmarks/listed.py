@@ -10,9 +10,10 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from lookahead.bench.report import markdown_table
+
+from .blocks import made, with_block
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -43,20 +44,15 @@ def with_table(path: Path, text: str) -> str:
     folder = Path(os.path.relpath(RESULTS, path.parent)).as_posix()
     rows = [_row(page, f"{folder}/{page.name}") for page in sorted(RESULTS.glob("*.md"))]
     block = markdown_table(TABLES[path], rows, texts=3)
-    pattern = r"(<!-- measured: pages -->\n).*?(\n<!-- end -->)"
-    text, count = re.subn(pattern, lambda m: m[1] + block + m[2], text, flags=re.S)
-    if count != 1:
-        raise SystemExit(f"error: {path.name} must have one block <!-- measured: pages -->, found {count}")
-    return text
+    return with_block(text, path.name, "pages", block)
 
 
 def _row(page: Path, link: str) -> list[str]:
     """Cells of a page: its title as a link, the machine, and the commit; a dash where the page has no figures."""
     title = page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
     path = page.with_suffix(".json")
-    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    made = re.match(r"(.*?), \d+ threads?,.* commit ([^,]+),", facts.get("where", ""))
-    return [f"[{title}]({link})", *(made.groups() if made else "––")]
+    facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return [f"[{title}]({link})", *made(facts)]
 
 
 def with_entries(text: str) -> str:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.results --data DIR      hours on 2 quiet cores (it prints how many); --limit 1 for a trial
     python -m benchmarks.results --data DIR --only bench-packed    only pages with this prefix
-    python -m benchmarks.results --readme        the README's figures and the lists of pages from what is committed
+    python -m benchmarks.results --readme        the figures in README and docs, from the pages that are there
 
 A page made by the same command on the same processor from the same code (see ``Step.sources``) is not made again, and
 records survive an interrupt, so the same command continues, also after pages have been committed. Peers are
@@ -24,16 +24,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from types import MappingProxyType
 from typing import Any
 
 from lookahead.bench import Records
 from lookahead.bench.record import commit, describe_machine, machine
-from lookahead.bench.report import markdown_table, page_of
+from lookahead.bench.report import page_of
 from lookahead.cli.bench import command_line
 from lookahead.core import SettingsError
 
-from . import listed, startup
+from . import gpu_model, listed, quoted, readme
 from .convert_gguf import BY_LLAMA_CPP, convert, export
 from .datasets import SETS
 from .llamacpp_server import LLAMA_SERVER
@@ -42,7 +41,6 @@ from .quiet import machine_text, processor, require_quiet
 
 ROOT = Path(__file__).parent.parent
 RESULTS, RECORDS = ROOT / "docs" / "results", ROOT / "build" / "results"
-README, README_ZH = ROOT / "README.md", ROOT / "README.zh.md"
 PAPERS = "lookahead:15,5,15"
 METHODS = ("prompt-lookup", PAPERS, "adaptive")
 #: study -> (prompts for each prompt of the limit, minutes for one of them), on weights as the file packs them. At a
@@ -124,69 +122,8 @@ FOR_SOME = {
 #: A folder with a Python that has vLLM and this package; the file that `make vllm` writes last is in it.
 VLLM = Path("build/vllm-0.32.0")
 VLLM_READY = VLLM / ".ready"
-#: The page whose table is in the README.
-IN_README = "bench-packed"
 #: Beginnings of the names of other libraries' methods.
 PEERS = ("llamacpp", "openvino", "hf")
-#: method in the records -> name in the README; other methods are on the page only
-NAMES = {
-    LLAMA_SERVER: "llama.cpp's server",
-    "llamacpp-greedy": "llama.cpp",
-    "llamacpp-lookup": "llama.cpp prompt lookup",
-    "openvino-greedy": "OpenVINO GenAI",
-    "openvino-lookup": "OpenVINO GenAI prompt lookup",
-    "autoregressive": "ours, plain decoding",  # its name in earlier records
-    "plain": "ours, plain decoding",
-    "prompt-lookup": "ours, prompt lookup",
-    "lookahead:15,5,15": "ours, lookahead (15,5,15), the paper's",
-    "adaptive": "ours, adaptive, the default",
-}
-#: Words of the README's block -> those of README.zh.md; names of data sets, machines and software stay as they are
-CHINESE = {
-    r"Prompts of each set: (\d+)\. ": r"每个数据集的提示词数：\1。",
-    r'Prompts of each set: (\d+), decoded in (\d+) runs; "runs" is the range of "times plain" over them\. ': (
-        r"每个数据集的提示词数：\1，各运行 \2 次；“各次运行”是相对普通解码的倍数在各次运行中的范围。"
-    ),
-    r"(\d+) cores, (.*?), (\d+) threads": r"\1 核, \2, \3 线程",
-    r" in ([\w +]+) on the (\S+) path": r", 权重 \1, \2 路径",
-    r" \(\[the page\]\((.*?)\)\)\.": r"（[结果页](\1)）。",
-    r"\| times plain \(95 %\) \| runs \|": "| 相对普通解码 (95 %) | 各次运行 |",
-    r"Of (\d+) sequences, (\d+) took over 1.02 times as long as plain decoding with the default, (\d+) over "
-    r"1.1 times, the worst ([\d.]+)\.": r"\1 个序列中，默认方法有 \2 个用时超过普通解码的 1.02 倍，"
-    r"\3 个超过 1.1 倍，最慢 \4。",
-    r" For comparison, a second run of plain decoding took over 1\.02 times as long as the first in (\d+) sequences, "
-    r"over 1\.1 times in (\d+), at worst ([\d.]+)\.": (
-        r"作为对照，普通解码的第二次运行中，用时超过第一次 1.02 倍的有 \1 个，超过 1.1 倍的有 \2 个，最慢 \3。"
-    ),
-    r"llama\.cpp's own programs, built natively, are faster than its Python package in the table: at most (\d+) "
-    r"tokens/s in plain decoding and (\d+) with drafts \((.*?)\) on three data sets": (
-        r"llama.cpp 自带的程序（本机编译）比表中它的 Python 包快：在三个数据集上，普通解码最高每秒 \1 个 token，"
-        r"使用草稿最高 \2（\3）"
-    ),
-    r"With drafts, llama\.cpp reaches at most (\d+) tokens/s \((.*?)\), and (\d+) without, on three data sets": (
-        r"在三个数据集上，llama.cpp 使用草稿最高每秒 \1 个 token（\2），不用草稿最高 \3"
-    ),
-    r"\| equal \|": "| 一致 |",
-    r"(\d+) of (\d+)": r"\1/\2",
-    r"llama\.cpp's server": "llama.cpp 服务器",
-    r"ours, plain decoding": "本库，普通解码",
-    r"ours, prompt lookup": "本库，prompt lookup",
-    r"ours, lookahead (\S+), the paper's": r"本库，前瞻解码 \1，论文的方法",
-    r"ours, adaptive, the default": "本库，自适应，默认",
-    r"\*\*Start\*\*: (.*?) from the command to the end of a completion of one token": (
-        r"**启动**：从命令到输出一个 token 并结束 \1"
-    ),
-    r"\*\*Memory\*\*: (.*?) of resident memory with the default model's file": (
-        r"**内存**：使用默认模型的文件时常驻 \1"
-    ),
-    r", against (.*?) for llama\.cpp\.": r"，llama.cpp 为 \1。",
-    r"\*\*First use\*\*: (.*?) once per machine and version, to compile the kernels and measure the cost of steps of "
-    r"the model; "
-    r"llama\.cpp is compiled when it is built\.": (
-        r"**首次使用**：每台机器和每个版本一次，\1，用来编译算子并测量该模型的单步耗时；llama.cpp 在构建时就已编译。"
-    ),
-    r"Medians with their range, both with the default model's file": "中位数与范围，两者都使用默认模型的文件",
-}
 
 
 @dataclass(frozen=True)
@@ -449,7 +386,7 @@ def _packed(given: Sources) -> list[Step]:
         file, methods = _converted(model, kind) if kind else model, list(METHODS)
         if name == "bench-packed-head":
             methods = ["adaptive", "adaptive:head=auto"]
-        elif name != IN_README:  # the paper's triple takes as long as all the others
+        elif name != readme.PAGE:  # the paper's triple takes as long as all the others
             methods.remove(PAPERS)
         if name == "bench-packed-head" or temperature:
             files = []
@@ -529,138 +466,6 @@ def _evaluates(file: Path) -> bool:
     return subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True).returncode == 0
 
 
-def speeds(facts: dict[str, Any]) -> str:
-    """The README's table: tokens per second by method and data set, then figures over all of them.
-
-    These are the speed-up with its 95 % interval over prompts, its range over runs, S and equality.
-    """
-    lines = facts["figures"]
-    sets = list(dict.fromkeys(line["workload"] for line in lines))
-    rows = []
-    for method in dict.fromkeys(line["method"] for line in lines):
-        head, _, file = method.partition(":")
-        file, _, mode = file.partition(":")
-        details = [suffix[1:] for suffix in Path(file).suffixes[-2:-1]]
-        details += [f"({mode})" if "," in mode else mode] if mode else []
-        name = NAMES.get(method, ", ".join([NAMES.get(head, head), *details]))
-        own = {line["workload"]: line["all"] for line in lines if line["method"] == method}
-        equal, compared = (sum(own[w][key] for w in sets) for key in ("equal", "compared"))
-        rates = ["–" if own[w]["rate"] is None else f"{own[w]['rate']:.0f}" for w in sets]
-        total = facts["overall"][method]
-        times = "–" if total["total"] is None else f"{total['total']:.2f}"
-        if total["low"] is not None and method != "plain":
-            times += f" ({total['low']:.2f}–{total['high']:.2f})"
-        runs = "–"
-        if total["total_low"] is not None and method != "plain":
-            runs = f"{total['total_low']:.2f}–{total['total_high']:.2f}"
-        failed = next((line["failed"] for line in lines if line["method"] == method and "failed" in line), "")
-        s = "–" if total["s_steps"] is None else f"{total['s_steps']:.2f}"
-        rows.append([name, *rates, times, runs, s, f"{equal} of {compared}" if compared else failed or "–"])
-    return markdown_table(["tokens/s", *sets, "times plain (95 %)", "runs", "S", "equal"], rows)
-
-
-def slower(facts: dict[str, Any]) -> str:
-    """How many sequences drafting slowed down, and how many plain decoding's second run."""
-    adaptive, plain = facts["overall"]["adaptive"], facts["overall"]["plain"]
-    text = (
-        f"Of {adaptive['timed']} sequences, {adaptive['slower']} took over 1.02 times as long as plain "
-        f"decoding with the default, {adaptive['much_slower']} over 1.1 times, the worst {adaptive['worst']:.2f}."
-    )
-    if plain["worst"] is not None:
-        text += (
-            f" For comparison, a second run of plain decoding took over 1.02 times as long as the first in "
-            f"{plain['slower']} sequences, over 1.1 times in {plain['much_slower']}, at worst {plain['worst']:.2f}."
-        )
-    return text
-
-
-def own_programs(figures: dict[str, list[list[str]]], native: bool = False) -> str:
-    """The fastest of llama.cpp's own programs, plain and with drafts.
-
-    Args:
-        native: whether the table has its server, rather than its Python package.
-    """
-
-    def best(drafts: bool) -> tuple[float, str]:
-        plain = ("llama-bench, plain", "llama-server, none")
-        return max(
-            (float(row[3].split()[0]), row[0])
-            for rows in figures.values()
-            for row in rows
-            if row[0].startswith("llama-") and (row[0] in plain) != drafts
-        )
-
-    (plain, _), (drafted, mode) = best(False), best(True)
-    if native:
-        return (
-            f"With drafts, llama.cpp reaches at most {drafted:.0f} tokens/s ({mode}), and {plain:.0f} without, on "
-            "three data sets ([the page](docs/results/llamacpp-examples.md))."
-        )
-    return (
-        "llama.cpp's own programs, built natively, are faster than its Python package in the table: at most "
-        f"{plain:.0f} tokens/s in plain decoding and {drafted:.0f} with drafts ({mode}) on three data sets "
-        "([the page](docs/results/llamacpp-examples.md))."
-    )
-
-
-def behind(found: dict[str, Any]) -> str:
-    """Start-up, memory and first use as a list."""
-    shown = startup.cells(found)
-    ours, theirs = shown["ours"], shown.get("llama.cpp", {})
-
-    def against(what: str) -> str:
-        return f", against {theirs[what]} for llama.cpp" if what in theirs else ""
-
-    return (
-        f"- **Start**: {ours['start']} from the command to the end of a completion of one token{against('start')}.\n"
-        f"- **Memory**: {ours['memory']} of resident memory with the default model's file{against('memory')}.\n"
-        f"- **First use**: {ours['first use']} once per machine and version, to compile the kernels and measure the "
-        "cost of steps of the model; llama.cpp is compiled when it is built.\n"
-        "- Medians with their range, both with the default model's file ([the page](docs/results/startup.md))."
-    )
-
-
-def _size(command: str) -> str:
-    """A sentence with the numbers of prompts and of runs that a command has; "" without them."""
-    prompts, runs = (re.search(rf"--{option} (\d+)", command) for option in ("limit", "repeats"))
-    if prompts is None:
-        return ""
-    if runs is None:
-        return f"Prompts of each set: {prompts[1]}. "
-    range_of = '"runs" is the range of "times plain" over them'
-    return f"Prompts of each set: {prompts[1]}, decoded in {runs[1]} runs; {range_of}. "
-
-
-def readme(text: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The README with figures from the pages; a block without a page stays as it is.
-
-    Args:
-        text: README.md or README.zh.md.
-        words: translations of the words that the patterns match.
-    """
-    blocks = {}
-    page = RESULTS / f"{IN_README}.json"
-    if page.is_file():
-        facts = json.loads(page.read_text())
-        where = f"{facts['where']} ([the page](docs/results/{IN_README}.md)). {facts['busy']}".strip()
-        blocks["speeds"] = f"{_size(facts['command'])}{where}\n\n{speeds(facts)}\n\n{slower(facts)}"
-        page = RESULTS / "llamacpp-examples.json"
-        native = any(line["method"].startswith(LLAMA_SERVER) for line in facts["figures"])
-        if page.is_file():
-            blocks["speeds"] += " " + own_programs(json.loads(page.read_text())["figures"], native=native)
-    page = RESULTS / "startup.json"
-    if page.is_file():
-        blocks["behind"] = behind(json.loads(page.read_text())["figures"])
-    for name, block in blocks.items():
-        for english, other in words.items():
-            block = re.sub(english, other, block)
-        pattern = rf"(<!-- measured: {name} -->\n).*?(\n<!-- end -->)"
-        text, count = re.subn(pattern, lambda m, block=block: m[1] + block + m[2], text, flags=re.S)
-        if count != 1:
-            raise SystemExit(f"error: README.md must have one block <!-- measured: {name} -->, found {count}")
-    return text
-
-
 def main(words: Sequence[str] | None = None) -> int | str:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -678,7 +483,7 @@ def main(words: Sequence[str] | None = None) -> int | str:
         help="the model's own output, for the page of trained drafters",
     )
     parser.add_argument(
-        "--readme", action="store_true", help="measure nothing; write figures and lists of pages"
+        "--readme", action="store_true", help="measure nothing; write the figures that README and docs quote"
     )
     given = parser.parse_args(words)
     failed: list[str] = []
@@ -700,9 +505,8 @@ def main(words: Sequence[str] | None = None) -> int | str:
         text, facts = side_by_side(page.name)
         page.with_suffix(".md").write_text(text, encoding="utf-8")
         page.with_suffix(".json").write_text(facts, encoding="utf-8")
-    README.write_text(readme(README.read_text()))
-    README_ZH.write_text(readme(README_ZH.read_text(), CHINESE))
-    listed.write()
+    for quoting in (readme, listed, quoted, gpu_model):
+        quoting.write()
     return f"error: {' and '.join(failed)} failed; the same command continues" if failed else 0
 
 

@@ -17,7 +17,7 @@ A100 = CARDS[2]
 
 def test_the_tables_are_what_the_model_computes():
     text = PAGE.read_text(encoding="utf-8")
-    assert page(text) == text, "run python -m benchmarks.gpu_model --write"
+    assert page(text) == text, "run python -m benchmarks.results --readme"
     assert re.findall(r"<!-- computed: (\S+) -->\n\S", text) == list(gpu_model.TABLES)
 
 

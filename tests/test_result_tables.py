@@ -1,12 +1,14 @@
 """The tables of docs/results that have no records are those of the figures beside them."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import batch_size, dynamics, exact_text, packed_step, page, rows, startup, trained
+from benchmarks import batch_size, dynamics, exact_text, packed_step, page, quoted, rows, startup, trained
+from benchmarks.blocks import with_block
 from benchmarks.quiet import processor
 from lookahead.bench.record import environment
 
@@ -131,73 +133,32 @@ def test_every_page_is_recounted():
     assert pages - with_records <= set(MAKERS)
 
 
-# ---------------------------------------------------------------- tables that docs/engines.md copies
+# ---------------------------------------------------------------- what docs/cpu.md and docs/engines.md quote
 
 
-def rows_of(text):
-    """First cell -> the other cells, of all table lines."""
-    lines = (line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("|"))
-    return {name.strip(" |"): [cell.strip(" |") for cell in cells] for name, *cells in lines}
+@pytest.mark.parametrize("name", quoted.BLOCKS)
+def test_a_page_quotes_what_the_figures_say(name):
+    text = (quoted.DOCS / name).read_text()
+    assert quoted.with_blocks(name, text) == text, "run python -m benchmarks.results --readme"
 
 
-def test_the_table_of_the_compiled_path_is_copied_right():
-    figures = json.loads((RESULTS / "packed-step.json").read_text())["figures"]
-    files = {
-        line["weights"].split()[0] if line["type"] != "Q4_K_M" else "Q4_K_M": line for line in figures[:3]
-    }
-    table = rows_of((RESULTS.parent / "cpu.md").read_text())
-    numbers = {"one": "1", "four": "4", "16": "16"}
-    copied = 0
-    for name, cells in table.items():
-        what, _, kind = name.rpartition(", ")
-        if kind not in files:
-            continue
-        prompt = what.startswith("a prompt")
-        times = files[kind]["prompt" if prompt else "t"]
-        times = times if prompt else times[numbers[what.split()[0]]]
-        assert cells[:2] == [f"{times[by]:.{0 if prompt else 1}f}" for by in ("ours", "llama.cpp")], name
-        copied += 1
-    assert copied == 6
+def test_a_run_of_vllm_that_failed_has_no_figures(tmp_path, monkeypatch):
+    facts = json.loads((quoted.RESULTS / "vllm.json").read_text())
+    monkeypatch.setattr(quoted, "RESULTS", tmp_path)
+    facts["figures"] = [
+        line for line in facts["figures"] if (line["method"], line["clients"]) != ("suffix", 1)
+    ]
+    (tmp_path / "vllm.json").write_text(json.dumps(facts))
+    text = quoted.vllm()
+    assert re.search(r"\| suffix \| – \| \d\.\d\d, \d+ \|", text)
+    assert "On a GPU" not in text
+    assert re.search(r"no method decodes more than \d\.\d\d times", text)
 
 
-ENGINES = rows_of((RESULTS.parent / "engines.md").read_text())
-
-
-def same(cell, s, rate):
-    """Whether a cell has these tokens per step and tokens/s."""
-    written = cell.split(", ")
-    return abs(float(written[0]) - s) < 0.0051 and abs(float(written[1]) - rate) < 0.51
-
-
-def test_the_table_of_llama_cpps_examples_is_copied_right():
-    figures = json.loads((RESULTS / "llamacpp-examples.json").read_text())["figures"]
-    names = {"llama-bench, plain": "llama-bench, plain", "llama-server, plain": "llama-server, none"}
-    ours = ("plain", "adaptive", "CPU path, plain", "CPU path, adaptive")
-    names |= {f"ours, {name}": f"ours, {name}" for name in ours}
-    names |= {"llama-lookahead, the same settings": "llama-lookahead", "llama-lookup": "llama-lookup"}
-    for place, lines in enumerate(figures.values()):
-        found = {line[0]: (float(line[2]), float(line[3].split()[0])) for line in lines}
-        for name, method in names.items():
-            assert same(ENGINES[name][place], *found[method]), (name, place, found[method])
-        (fixed,) = [cells for name, cells in ENGINES.items() if name.startswith("ours, `15,5,15`")]
-        assert same(fixed[place], *found["ours, 15,5,15"])
-        modes = [each for name, each in found.items() if name.startswith("llama-server, ngram")]
-        best = max(modes, key=lambda each: each[1])
-        assert same(ENGINES["llama-server, the best of eight ngram settings"][place], *best)
-
-
-def test_the_tables_of_vllm_are_copied_right():
-    figures = json.loads((RESULTS / "vllm.json").read_text())["figures"]
-    clients = sorted({line["clients"] for line in figures})
-    for line in figures:
-        if line["method"] != "plain, a second run":
-            tokens, seconds = line["decoding"]
-            cell = ENGINES[line["method"]][clients.index(line["clients"])]
-            assert same(cell, line["all"], tokens / seconds), (line["method"], line["clients"])
-    own_engine = (RESULTS / "vllm.md").read_text().partition("own engine")[2]
-    copied = {
-        name: cells for name, cells in rows_of(own_engine).items() if name in ENGINES and name[0].isalpha()
-    }
-    assert len(copied) >= 5
-    for name, cells in copied.items():
-        assert ENGINES[name] == [cells[-1]], name
+def test_a_block_is_replaced_and_others_stay():
+    page = "a\n<!-- measured: one -->\n<!-- end -->\nb\n<!-- measured: two -->\nold\n<!-- end -->\n"
+    assert with_block(page, "x.md", "one", "new") == page.replace("one -->\n", "one -->\nnew\n")
+    assert with_block(page, "x.md", "two", "new") == page.replace("old", "new")
+    for text in (page * 2, "", page.replace("measured", "computed")):
+        with pytest.raises(SystemExit, match=r"x\.md must have one block <!-- measured: one -->"):
+            with_block(text, "x.md", "one", "new")

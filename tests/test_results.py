@@ -8,14 +8,12 @@ import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
-from math import ceil
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import adaptive_run, adaptive_s, listed, results
+from benchmarks import adaptive_run, adaptive_s, listed, readme, results
 from lookahead.bench import ModelUnderTest, Records, RunOptions, run
 from lookahead.bench.report import page_of, write_report
 from lookahead.core import SettingsError
@@ -23,12 +21,12 @@ from lookahead.testing import FakeTarget
 
 #: Pages with twenty prompts of each data set, or pairs of prompt and repeat; the others with records have ten.
 TWENTY = ("ablation", "sampling-quality", "scaling-law", "bench-packed")
-TEXT, CHINESE = results.README.read_text(), results.README_ZH.read_text()
+TEXT, CHINESE = readme.README.read_text(), readme.README_ZH.read_text()
 
 
 def test_every_figure_of_the_readme_is_read_out_of_the_records():
-    assert results.readme(TEXT) == TEXT, "run python -m benchmarks.results --readme"
-    assert results.readme(CHINESE, results.CHINESE) == CHINESE, "run python -m benchmarks.results --readme"
+    assert readme.with_blocks(TEXT) == TEXT, "run python -m benchmarks.results --readme"
+    assert readme.with_blocks(CHINESE, readme.CHINESE) == CHINESE, "run python -m benchmarks.results --readme"
 
 
 def test_the_chinese_block_is_the_english_one_in_other_words():
@@ -78,7 +76,7 @@ def test_a_page_that_is_made_is_listed_and_one_that_is_removed_is_not(tmp_path, 
 
 
 def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
     figures = [
         line("code", "plain", 100.4, 1.0),
         line("sums", "plain", 90.2, 1.0),
@@ -124,8 +122,8 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
         "figures": figures,
         "overall": overall,
     }
-    (tmp_path / f"{results.IN_README}.json").write_text(json.dumps(facts))
-    text = results.readme(TEXT)
+    (tmp_path / f"{readme.PAGE}.json").write_text(json.dumps(facts))
+    text = readme.with_blocks(TEXT)
     assert (
         'Prompts of each set: 2, decoded in 3 runs; "runs" is the range of "times plain" over them. ' in text
     )
@@ -139,8 +137,8 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
         "Of 4 sequences, 2 took over 1.02 times as long as plain decoding with the default, 1 over 1.1"
         in text
     )
-    assert results.readme(text) == text
-    assert results.readme(text.replace("| 160 |", "| 161 |")) == text
+    assert readme.with_blocks(text) == text
+    assert readme.with_blocks(text.replace("| 160 |", "| 161 |")) == text
 
 
 @pytest.mark.parametrize("text", [TEXT, CHINESE], ids=["README.md", "README.zh.md"])
@@ -149,61 +147,6 @@ def test_no_measured_number_stands_outside_the_blocks(text):
     text = re.sub(r"<!-- measured: .*?<!-- end -->", "", text, flags=re.S)
     text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|Python 3\.\d+|[\d.]+ GB", "", text, flags=re.S)
     assert not re.findall(r"(?<![\w-])\d+\.\d+|\d+ ?%|\d+ (?:times|tokens?|ms|s|倍|毫秒)\b", text)
-
-
-def facts_of(page):
-    return json.loads((results.RESULTS / f"{page}.json").read_text())
-
-
-def figures_of(page):
-    return facts_of(page)["figures"]
-
-
-def quotes():
-    """Yield (page, sentence from the committed figures) for each figure quoted from a measured page."""
-    packed, theirs = (figures_of("packed-accuracy")[name] for name in ("packed (ours)", "llama.cpp"))
-    far = f"{packed['kl_mean']:.2e} against {theirs['kl_mean']:.2e}".replace("e-0", "e-")
-    yield (
-        "cpu",
-        f"mean KL divergence {far}, top-1 agreement {packed['top1']:.4f} against {theirs['top1']:.4f}",
-    )
-    yield "cpu", f"larger, {packed['kl_largest']:.3f} against {theirs['kl_largest']:.3f} ("
-    yield "cpu", f"at {facts_of('packed-accuracy')['tokens']:,} positions of"
-    steps = {line["type"]: line for line in figures_of("packed-step")}
-    own, large = steps["own"], steps["1B"]
-    yield "cpu", f"({own['file_mb']:.0f} MB) uses {own['memory']['ours'][0]:.0f} MB after"
-    first = median(figures_of("startup")["ours"]["first use"])
-    yield (
-        "cpu",
-        f"takes {own['start']['ours']:.1f} s with AVX512-VNNI, and [{first:.0f} s](results/startup.md)",
-    )
-    one, four = ([large["t"][rows][name] for name in ("ours", "llama.cpp")] for rows in ("1", "4"))
-    floors = " and ".join(f"{time / large['floor']:.2f}" for time in one)
-    yield "cpu", f"{one[0]:.1f} and {one[1]:.1f} ms, {floors} times the reading of the weights."
-    yield "cpu", f"Four rows take {four[0]:.1f} and {four[1]:.1f} ms"
-    again = [line["recomputed"] for line in figures_of("parallel") if line["ranks"] > 1]
-    yield "parallel", f"[{min(again):.1f} to {max(again):.1f} rows per rank and step](results/parallel.md)"
-    yield from quotes_of_vllm()
-
-
-def quotes_of_vllm():
-    """Yield the sentences of docs/engines.md about vLLM's own methods; a test of the tables recounts its tables."""
-    lines = {(line["method"], line["clients"]): line for line in figures_of("vllm")}
-    always, suffix = (lines[name, 1]["all"] for name in ("ours, always drafting", "suffix"))
-    yield (
-        "engines",
-        f'of "always drafting": {always:.2f} with one client, against {suffix:.2f} for vLLM\'s suffix decoding',
-    )
-    rates = {run: line["decoding"][0] / line["decoding"][1] for run, line in lines.items()}
-    drafted = {run: rate for run, rate in rates.items() if not run[0].startswith("plain")}
-    gain = max(rate / rates["plain", clients] for (_, clients), rate in drafted.items())
-    yield "engines", f"no method gains more than {ceil(100 * (gain - 1))} %."
-
-
-def test_pages_quote_what_the_committed_figures_say():
-    for page, sentence in quotes():
-        text = " ".join((results.ROOT / "docs" / f"{page}.md").read_text().split())
-        assert sentence in text, f"docs/{page}.md must say: {sentence}"
 
 
 def made_here():
@@ -484,7 +427,7 @@ def test_a_failed_peer_says_why_in_the_readme(tmp_path, monkeypatch):
     names = ("total", "low", "high", "total_low", "total_high", "s_steps")
     none, plain = (dict.fromkeys(names, value) for value in (None, 1.0))
     overall = {"plain": plain, "llamacpp-greedy:SmolLM2.Q4_0.gguf": none}
-    table = results.speeds({"figures": lines, "overall": overall})
+    table = readme.speeds({"figures": lines, "overall": overall})
     assert table.endswith("\n| llama.cpp, Q4_0 | – | – | – | – | RuntimeError: no memory |")
 
 
@@ -619,11 +562,8 @@ def test_what_ends_a_run_is_one_line_and_the_next_run_makes_the_rest(
     planned = [results.Step(name, ("-m", f"benchmarks.{name}"), 1) for name in ("dynamics", "serve", "step")]
     monkeypatch.setattr(results.Step, "run", run)
     monkeypatch.setattr(results, "require_quiet", lambda: None)
-    monkeypatch.setattr(results, "README", tmp_path / "README.md")
-    monkeypatch.setattr(results, "README_ZH", tmp_path / "README.zh.md")
-    monkeypatch.setattr(results.listed, "write", lambda: None)
-    results.README.write_text(TEXT)
-    results.README_ZH.write_text(CHINESE)
+    for quoting in (readme, listed, results.quoted, results.gpu_model):
+        monkeypatch.setattr(quoting, "write", lambda: None)
     words = ["--data", str(tmp_path)]
     assert says in str(results.program(words))
     assert made == ["dynamics"]
@@ -660,7 +600,8 @@ def test_make_results_measures_without_the_peers_that_cannot_be_installed(tmp_pa
     for name in ("peers", "vllm"):
         line = f"make {name} failed (build/{name}.log); the pages that need it are left out\n"
         assert done.stdout.count(line) == 1
-    assert done.stdout.endswith("\n-m benchmarks.results --data here --limit 8\n")
+    measured = "\n-m benchmarks.results --data here --limit 8\n"
+    assert done.stdout.partition(measured)[2].splitlines()[-1] == "docs/draw.py --write"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,195 @@
+"""The tables and sentences of docs/cpu.md and docs/engines.md that quote measured pages.
+
+Each is a block of its page, computed from the figures in docs/results.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lookahead.bench.report import markdown_table
+
+from .blocks import made, with_block
+
+DOCS = Path(__file__).parent.parent / "docs"
+RESULTS = DOCS / "results"
+#: Columns of the table of passes -> rows.
+PASSES = {"one row": "1", "four rows": "4", "16 rows": "16"}
+#: The methods of llamacpp-examples that are quoted, under their names there -> names in the table.
+EXAMPLES = {
+    "llama-bench, plain": "llama-bench, plain",
+    "llama-server, none": "llama-server, plain",
+    "ours, plain": "ours, plain",
+    "ours, adaptive": "ours, adaptive",
+    "ours, 15,5,15": "ours, `15,5,15`",
+    "llama-lookahead": "llama-lookahead, the same settings",
+    "llama-lookup": "llama-lookup",
+    "ours, CPU path, plain": "ours, CPU path, plain",
+    "ours, CPU path, adaptive": "ours, CPU path, adaptive",
+}
+#: Beginning of the names of the server's modes.
+MODES = "llama-server, ngram"
+#: Methods of the page of vLLM.
+ALWAYS, SUFFIX, PLAIN, SECOND = "ours, always drafting", "suffix", "plain", "plain, a second run"
+
+
+def write() -> None:
+    """Write all blocks."""
+    for name in BLOCKS:
+        path = DOCS / name
+        path.write_text(with_blocks(name, path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def with_blocks(name: str, text: str) -> str:
+    """The text of a page with new blocks; a block stays as it is if one of its measured pages does not exist."""
+    for block, (pages, make) in BLOCKS[name].items():
+        if all((RESULTS / f"{page}.json").is_file() for page in pages):
+            text = with_block(text, name, block, make())
+    return text
+
+
+def _facts(page: str) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((RESULTS / f"{page}.json").read_text(encoding="utf-8"))
+    return facts
+
+
+def _where(page: str) -> str:
+    """The machine, the commit and a link."""
+    machine, commit = made(_facts(page))
+    return f"{machine}, commit {commit[:7]} ([the page](results/{page}.md))"
+
+
+def accuracy() -> str:
+    """Packed weights and llama.cpp beside the same weights in fp32."""
+    facts = _facts("packed-accuracy")
+    names = {"packed (ours)": "this library", "llama.cpp": "llama.cpp"}
+    each = [line for name, line in facts["figures"].items() if name in names]
+
+    def row(name: str, key: str, form: str) -> list[str]:
+        return [name, *(f"{line[key]:{form}}".replace("e-0", "e-") for line in each)]
+
+    head = [f"{facts['tokens']:,} positions", *(names[name] for name in facts["figures"] if name in names)]
+    rows = [
+        row("mean KL divergence", "kl_mean", ".2e"),
+        row("largest KL divergence", "kl_largest", ".3f"),
+        row("top-1 agreement", "top1", ".4f"),
+    ]
+    return f"{_where('packed-accuracy')}:\n\n{markdown_table(head, rows)}"
+
+
+def passes() -> str:
+    """Passes of packed weights beside llama.cpp's, then start and memory."""
+    lines = {line["type"]: line for line in _facts("packed-step")["figures"]}
+    own, large = lines["own"], lines["1B"]
+    first = median(_facts("startup")["figures"]["ours"]["first use"])
+
+    def name(kind: str) -> str:
+        if kind.endswith("B"):
+            return f"{kind}, {lines[kind]['weights']}"
+        return f"SmolLM2, {own['weights'].split()[0] if kind == 'own' else kind}"
+
+    def cell(times: dict[str, float], digits: int) -> str:
+        return " / ".join(f"{times[by]:.{digits}f}" for by in ("ours", "llama.cpp"))
+
+    rows = [
+        [name(kind), *(cell(line["t"][rows], 1) for rows in PASSES.values()), cell(line["prompt"], 0)]
+        for kind, line in lines.items()
+    ]
+    table = markdown_table(["ours / llama.cpp, ms", *PASSES, "a prompt of 512 tokens"], rows)
+    floors = [large["t"]["1"][by] / large["floor"] for by in ("ours", "llama.cpp")]
+    return (
+        f"{_where('packed-step')}:\n\n{table}\n\n"
+        f"The 1B model has random weights in the shape of Llama 3.2 1B; one row takes {floors[0]:.2f} times as long "
+        f"there as reading the weights (llama.cpp: {floors[1]:.2f}). A process with SmolLM2 "
+        f"({own['file_mb']:.0f} MB) uses {own['memory']['ours'][0]:.0f} MB after its first completion. From process "
+        f"start to the eighth token takes {own['start']['ours']:.1f} s, and the first use on a machine "
+        f"[{first:.0f} s](results/startup.md)."
+    )
+
+
+def examples() -> str:
+    """Our drafters on llama.cpp beside its own examples."""
+    figures = _facts("llamacpp-examples")["figures"]
+    sets = [{line[0]: line for line in lines} for lines in figures.values()]
+
+    def speed(line: list[str]) -> float:
+        return float(line[3].split()[0])
+
+    def cell(line: list[str]) -> str:
+        return f"{line[2]}, {speed(line):.0f}"
+
+    rows = [[name, *(cell(lines[method]) for lines in sets)] for method, name in EXAMPLES.items()]
+    modes = [[line for name, line in lines.items() if name.startswith(MODES)] for lines in sets]
+    best = [cell(max(lines, key=speed)) for lines in modes]
+    rows.insert(-2, [f"llama-server, the best of {len(modes[0])} ngram settings", *best])
+
+    def against(method: str) -> str:
+        ratios = [speed(lines["ours, plain"]) / speed(lines[method]) for lines in sets]
+        return f"{min(ratios):.2f} to {max(ratios):.2f} times the speed of {method.partition(',')[0]}"
+
+    counts = [lines["ours, 15,5,15"][4].split(" of ") for lines in sets]
+    equal, compared = (sum(int(count[place]) for count in counts) for place in (0, 1))
+    table = markdown_table(["tokens per step (S), tokens/s", *figures], rows)
+    return (
+        f"{_where('llamacpp-examples')}:\n\n{table}\n\n"
+        f"Plain decoding through this library's loop reaches {against('llama-bench, plain')}, which neither samples "
+        f"nor detokenizes, and {against('llama-server, none')}. With `15,5,15`, {equal} of {compared} completions "
+        "equal plain decoding."
+    )
+
+
+def vllm() -> str:
+    """Our drafting on vLLM beside its own methods."""
+    lines = {(line["method"], line["clients"]): line for line in _facts("vllm")["figures"]}
+    clients = sorted({number for _, number in lines})
+    methods = dict.fromkeys(name for name, _ in lines if name != SECOND)
+    rates = {run: line["decoding"][0] / line["decoding"][1] for run, line in lines.items()}
+
+    def cell(run: tuple[str, int]) -> str:
+        return f"{lines[run]['all']:.2f}, {rates[run]:.0f}" if run in lines else "–"
+
+    rows = [[name, *(cell((name, number)) for number in clients)] for name in methods]
+    table = markdown_table(["clients", *map(str, clients)], rows)
+    text = f"S and tokens/s of decoding steps by number of clients; {_where('vllm')}:\n\n{table}"
+    if (ALWAYS, 1) in lines and (SUFFIX, 1) in lines:
+        always, suffix = (lines[name, 1]["all"] for name in (ALWAYS, SUFFIX))
+        text = (
+            f'On a GPU, where rows are nearly free, expect the S of "always drafting": {always:.2f} with one client, '
+            f"against {suffix:.2f} for vLLM's suffix decoding on the same prompts.\n\n{text}"
+        )
+    ratios = [
+        rate / rates[PLAIN, run[1]]
+        for run, rate in rates.items()
+        if run[0] not in (PLAIN, SECOND) and (PLAIN, run[1]) in rates
+    ]
+    if ratios:
+        text += (
+            "\n\nOn vLLM's CPU backend, a row costs nearly as much as a step: no method decodes more than "
+            f"{max(ratios):.2f} times as many tokens/s as plain decoding."
+        )
+    return text
+
+
+def chains() -> str:
+    """What chains lose, as S over all data sets, from the last table of the page of vLLM."""
+    text = (RESULTS / "vllm.md").read_text(encoding="utf-8").partition("own engine")[2]
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return markdown_table(["", "S"], [[name, every] for name, *_, every in cells[2:]])
+
+
+#: Page -> block -> (measured pages, the function that makes it).
+BLOCKS: dict[str, dict[str, tuple[tuple[str, ...], Callable[[], str]]]] = {
+    "cpu.md": {
+        "accuracy": (("packed-accuracy",), accuracy),
+        "passes": (("packed-step", "startup"), passes),
+    },
+    "engines.md": {
+        "examples": (("llamacpp-examples",), examples),
+        "vllm": (("vllm",), vllm),
+        "chains": (("vllm",), chains),
+    },
+}
