@@ -407,3 +407,12 @@ def test_the_probe_is_the_same_for_an_engine(tmp_path):
     assert ours.tokens == llm.generate([5, 6, 7] * 4, drafter="off", **drawn).tokens
     assert max(ours.stats.rows_per_step) > 1
     assert NAMES.index("batch-rows") < NAMES.index("plain")
+
+
+@pytest.mark.parametrize(("family", "named"), [("lfm2", "past_key_values"), ("mamba2", "cache_params")])
+def test_a_callers_cache_is_refused(family, named):
+    """It could not be filled or read."""
+    ids, model = prompts()[0][1:], model_of(family)
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(SettingsError, match=named):
+        model.generate(ids, max_new_tokens=2, custom_generate=lookahead.generate, **{named: cache})

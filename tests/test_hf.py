@@ -10,6 +10,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     MaxTimeCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -19,7 +20,7 @@ import lookahead
 from families import tiny_model
 from lookahead import Adaptive, Lookahead, NGramPool
 from lookahead.core import SettingsError
-from lookahead.integrations.hf import generate, refusals
+from lookahead.integrations.hf import batch_sequence, generate, refusals
 from lookahead.sampling import GeneratorNoise, RowNoise
 from lookahead.targets import paths
 from lookahead.targets.paths import make_target
@@ -456,6 +457,80 @@ def test_max_time_ends_a_text():
     assert out.shape[1] == 15
 
 
+@pytest.mark.parametrize("length", [40, 10])
+def test_a_callers_length_criterion_replaces_that_of_max_new_tokens(length):
+    """If the prompt already meets it, one token is emitted."""
+
+    def criteria():
+        return StoppingCriteriaList([MaxLengthCriteria(length)])
+
+    plain, ours = both(prompts(1), stopping_criteria=criteria, eos_token_id=None, max_new_tokens=5)
+    assert ours.tolist() == plain.tolist()
+    assert ours.shape[1] == max(length, 15)
+
+
+class EveryThird(LogitsProcessor):
+    """Keeps state: every third token of a sequence is even."""
+
+    def __init__(self):
+        self.called = 0
+
+    def __call__(self, input_ids, scores):
+        self.called += 1
+        scores = scores.clone()
+        if self.called % 3 == 0:
+            scores[:, 1::2] = -float("inf")
+        return scores
+
+
+class Fixed:
+    """Cannot be copied."""
+
+    def __deepcopy__(self, memo):
+        raise TypeError("a handle")
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def test_sequences_of_a_batch_do_not_share_the_state_of_a_processor():
+    plain, ours = both(prompts(3), logits_processor=lambda: [EveryThird()], eos_token_id=None)
+    assert ours.tolist() == plain.tolist()
+    with pytest.raises(SettingsError, match=r"Fixed must allow copy\.deepcopy.*a handle"):
+        model_of().generate(
+            **prompts(2), max_new_tokens=5, custom_generate=generate, logits_processor=[Fixed()]
+        )
+    shared = torch.nn.Linear(1, 1)
+    processor = EveryThird()
+    processor.model = shared
+    first, second = (batch_sequence.for_row(LogitsProcessorList([processor]), 2)[0] for _ in range(2))
+    assert first is not second
+    assert first.model is second.model is shared, "a model is not copied"
+
+
+def test_a_criterion_with_one_answer_for_all_sequences_is_refused():
+    class Once(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return bool(input_ids[0, -1] % 7 == 0)
+
+    options = {"max_new_tokens": 20, "eos_token_id": None, "custom_generate": generate}
+    with pytest.raises(SettingsError, match=r"shape \(batch,\) for several sequences, but Once returned"):
+        model_of().generate(**prompts(2), stopping_criteria=[Once()], **options)
+    plain, ours = both(prompts(1), stopping_criteria=lambda: [Once()], eos_token_id=None)
+    assert ours.tolist() == plain.tolist()
+
+
+def test_tokens_are_chosen_on_the_device_of_the_prompt():
+    """As in transformers, whose prompts may be on the CPU with a model on a GPU."""
+    criteria = batch_sequence.Criteria(StoppingCriteriaList())
+    given = (torch.arange(3), 4, None, criteria, None, 1.0)
+    elsewhere, here = (
+        batch_sequence.Row(0, *given, torch.device(device), None, None, None) for device in ("meta", "cpu")
+    )
+    assert elsewhere.choose().process is not None
+    assert not hasattr(here.choose(), "process")
+
+
 def test_settings_from_keywords_config_or_the_models_own(tmp_path):
     def rows(**extra):
         stats = []
@@ -537,9 +612,25 @@ def test_unsupported_arguments_are_refused_by_name():
     right = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"].flip(1)}
     with pytest.raises(SettingsError, match="padded on the left"):
         model.generate(**right, max_new_tokens=5, custom_generate=generate)
+    with pytest.raises(SettingsError, match="synced_gpus"):
+        model.generate(**prompts(1), max_new_tokens=5, custom_generate=generate, synced_gpus=True)
     embeds = model.get_input_embeddings()(inputs["input_ids"])
     with pytest.raises(SettingsError, match=r"inputs_embeds|empty prompt"):
         model.generate(inputs_embeds=embeds, max_new_tokens=5, custom_generate=generate)
+
+
+def test_positions_other_than_the_tokens_own_are_refused():
+    model, inputs = model_of("gpt2"), prompts(2)
+    positions = (inputs["attention_mask"].cumsum(-1) - 1).masked_fill(inputs["attention_mask"] == 0, 1)
+    options = {"max_new_tokens": 12, "eos_token_id": None}
+    plain, ours = (
+        model.generate(**inputs, position_ids=positions, **options, **extra)
+        for extra in ({}, {"custom_generate": generate})
+    )
+    assert ours.tolist() == plain.tolist()
+    for given in (positions + 3, positions[:, :-1]):
+        with pytest.raises(SettingsError, match="position_ids other than 0, 1, 2"):
+            model.generate(**inputs, position_ids=given, custom_generate=generate, **options)
 
 
 def test_an_encoder_decoder_is_refused():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import lookahead
+from lookahead.core import SettingsError
 from lookahead.targets.paths import make_target
 from lookahead.testing import tiny_model
 
@@ -118,3 +119,13 @@ def test_a_merge_between_two_calls_needs_refresh(model, folders):
     assert merged is model
     lookahead.refresh(model)
     assert text(model) != base
+
+
+def test_virtual_tokens_are_refused(model):
+    """PEFT adds them in a method that transformers' own loop calls."""
+    settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    tuned = peft.get_peft_model(model, settings).eval()
+    with pytest.raises(SettingsError, match="virtual tokens"):
+        tuned.generate(input_ids=PROMPT, custom_generate=lookahead.generate, **GREEDY)
+    with tuned.disable_adapter():
+        text(tuned)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from ...core import SettingsError
 from ...core.verify import Choose
 from ...sampling import GeneratorNoise, RowNoise, make_choose
 
@@ -33,6 +34,7 @@ class Row:
         criteria: the stopping criteria.
         stream: the noise of the batch, for sampling; None for greedy decoding.
         temperature: the sampling temperature.
+        device: the device of the logits. As in transformers, tokens are chosen on that of the prompt.
         scores, logits: collect the results of output_scores and output_logits; None if these are not set.
         streamer: receives every token; None for none.
         ended: whether a criterion has ended the sequence. It may continue to the length of the longest row.
@@ -46,6 +48,7 @@ class Row:
     criteria: Criteria
     stream: GeneratorNoise | None
     temperature: float
+    device: torch.device
     scores: list[torch.Tensor] | None
     logits: list[torch.Tensor] | None
     streamer: BaseStreamer | None
@@ -84,11 +87,13 @@ class Row:
 
     def choose(self) -> Choose:
         """The chooser of the tokens from here on."""
-        process = self._process if self.records or self.processors is not None else None
+        elsewhere = self.device != self.prompt.device
+        process = self._process if self.records or self.processors is not None or elsewhere else None
         return make_choose(self._ids[0, : self._end].tolist(), process, self.noise())
 
     def _process(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Scores (1, V) from logits (1, V). Records both if requested."""
+        ids, values = ids.to(self.prompt.device), values.to(self.prompt.device)
         if self.logits is not None:
             self.logits.append(values.clone())
         if self.processors is not None:
@@ -117,35 +122,85 @@ class Row:
 
 
 class Criteria:
-    """Stopping criteria of one row. The two criteria in every call are evaluated without tensors."""
+    """Stopping criteria of one row. The two criteria in every call are evaluated without tensors.
 
-    def __init__(self, criteria: StoppingCriteriaList) -> None:
+    Args:
+        criteria: the criteria.
+        batch: B, the rows of the batch.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, batch: int = 1) -> None:
+        self._batch = batch
         self.eos: frozenset[int] = frozenset()
-        self.max_length = 1 << 60
+        self.max_length: int | None = None
         self._others = StoppingCriteriaList()
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 self.eos |= frozenset(int(t) for t in criterion.eos_token_id.flatten())
             elif type(criterion) is MaxLengthCriteria:
-                self.max_length = min(self.max_length, criterion.max_length)
+                self.max_length = min(self.max_length or criterion.max_length, criterion.max_length)
             else:
                 self._others.append(criterion)
         #: transformers pads finished rows only if there is such a criterion.
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
 
     def reason(self, ids: torch.Tensor, token: int, scores: tuple[torch.Tensor, ...] | None) -> str | None:
-        """A finish reason, or None to continue. Every criterion is called for every token, as in plain decoding."""
-        stop = any([bool(torch.as_tensor(criterion(ids, scores)).any()) for criterion in self._others])
+        """A finish reason, or None to continue. Every criterion is called for every token, as in plain decoding.
+
+        Raises:
+            SettingsError: a criterion returns one value for all of several rows, which ends all of them in
+                transformers; here, rows reach a time step in different passes.
+        """
+        answers = [(criterion, torch.as_tensor(criterion(ids, scores))) for criterion in self._others]
+        for criterion, answer in answers:
+            if self._batch > 1 and answer.dim() == 0:
+                raise SettingsError(
+                    f"a stopping criterion must return a tensor of shape (batch,) for several sequences, but "
+                    f"{type(criterion).__name__} returned a single value"
+                )
+        stop = any([bool(answer.any()) for _, answer in answers])
         if stop or token in self.eos:
             return "stop"
-        return "length" if ids.shape[1] >= self.max_length else None
+        return "length" if self.max_length is not None and ids.shape[1] >= self.max_length else None
+
+
+List = TypeVar("List", LogitsProcessorList, StoppingCriteriaList)
+
+
+def for_row(used: List, batch: int) -> List:
+    """Processors or criteria for one row: copies of those from outside transformers, which may keep its state.
+
+    Raises:
+        SettingsError: one cannot be copied.
+    """
+    return used if batch == 1 else type(used)(_own_copy(each) for each in used)
+
+
+def _own_copy(used: Any) -> Any:
+    if _is_of_transformers(used):
+        return used
+    # Models and tokenizers are large, and not the state of a sequence.
+    parts = getattr(used, "__dict__", {}).values()
+    shared = {id(x): x for x in parts if isinstance(x, (torch.nn.Module, PreTrainedTokenizerBase))}
+    try:
+        return copy.deepcopy(used, shared)
+    except Exception as error:  # whatever the class raises
+        raise SettingsError(
+            f"for several sequences, {type(used).__name__} must allow copy.deepcopy, because each sequence needs its "
+            f"own, but it raised {error!r:.80}; pass one sequence"
+        ) from error
+
+
+def _is_of_transformers(used: Any) -> bool:
+    return type(used).__module__.startswith("transformers.")
 
 
 def row_processors(processors: LogitsProcessorList, row: int, batch: int) -> LogitsProcessorList | None:
     """Processors for one row. They see only that row, and get its index if they need it."""
     if batch == 1 or not processors:
         return processors or None
-    return LogitsProcessorList(_row_processor(processor, row, batch) for processor in processors)
+    own = for_row(processors, batch)
+    return LogitsProcessorList(_row_processor(processor, row, batch) for processor in own)
 
 
 def _row_processor(processor: Any, row: int, batch: int) -> Any:
@@ -167,4 +222,4 @@ def _row_processor(processor: Any, row: int, batch: int) -> Any:
 
 def may_draw_ahead(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
     """Whether only sampling uses the random generator. A class from outside transformers might use it too."""
-    return all(type(used).__module__.startswith("transformers.") for used in [*processors, *criteria])
+    return all(_is_of_transformers(used) for used in [*processors, *criteria])

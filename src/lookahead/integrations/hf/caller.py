@@ -15,7 +15,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-#: The keyword with which a ``CustomGenerate`` receives the streamer and the assistant model of ``model.generate``.
+#: The keyword with which a ``CustomGenerate`` receives the streamer, the assistant model and ``synced_gpus``.
 DROPPED = "dropped_by_transformers"
 
 
@@ -56,14 +56,16 @@ class CustomGenerate(Generic[P, R]):
 
 
 def _give_back() -> None:
-    """Put the tokenizer, streamer and assistant model of the running ``model.generate`` back into its keywords.
+    """Put the tokenizer and ``DROPPED`` of the running ``model.generate`` back into its keywords.
 
-    Without the streamer, its reader would wait forever; without the tokenizer, stop strings would not work; and an
-    assistant model would be ignored silently. transformers has no interface for them: its method
-    ``_extract_generation_mode_kwargs`` collects them, then replaces what it collected with the keywords in the
-    signature of a callable ``custom_generate`` (since https://github.com/huggingface/transformers/pull/40586). The
-    method reads the signature just before, so this function is called then and writes to the method's own dictionary
-    of keywords. In a version without that method, transformers behaves as usual.
+    Without the streamer, its reader would wait forever; without the tokenizer, stop strings would not work; an
+    assistant model would be ignored silently; and without ``synced_gpus``, which transformers sets itself under FSDP
+    and ZeRO-3, processes that emit different numbers of tokens would wait for each other forever. transformers has no
+    interface for them: its method ``_extract_generation_mode_kwargs`` collects them, then replaces what it collected
+    with the keywords in the signature of a callable ``custom_generate`` (since
+    https://github.com/huggingface/transformers/pull/40586). The method reads the signature just before, so this
+    function is called then and writes to the method's own dictionary of keywords. In a version without that method,
+    transformers behaves as usual.
     """
     method = getattr(GenerationMixin, "_extract_generation_mode_kwargs", None)
     code = getattr(method, "__code__", None)
@@ -76,4 +78,4 @@ def _give_back() -> None:
     if isinstance(taken, dict) and isinstance(keywords, dict):
         if "tokenizer" in taken:
             keywords["tokenizer"] = taken["tokenizer"]
-        keywords[DROPPED] = {name: taken.get(name) for name in ("streamer", "assistant_model")}
+        keywords[DROPPED] = {name: taken.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}

@@ -21,7 +21,7 @@ from ...drafters import Adaptive, as_drafter
 from ...engine.admission import Admission, precompile
 from ...sampling import GeneratorNoise
 from ...targets.paths import limit_graphs, make_target, probe, warn_about_shortfall
-from .batch_sequence import Criteria, Row, may_draw_ahead, row_processors
+from .batch_sequence import Criteria, Row, for_row, may_draw_ahead, row_processors
 from .caller import DROPPED, CustomGenerate
 from .past_key_values import KeepingTarget, fill_cache
 from .refusals import OTHER_NAMES, refuse
@@ -68,7 +68,8 @@ def generate(
 
     Returns:
         What ``model.generate`` returns without ``custom_generate``: the sequences (B, L + new), or a
-        ``GenerateDecoderOnlyOutput`` if return_dict_in_generate is set.
+        ``GenerateDecoderOnlyOutput`` if return_dict_in_generate is set. Its ``past_key_values`` is None for several
+        sequences, and for models whose token trees do not work here.
 
     Raises:
         SettingsError: an option is not supported; the message names it.
@@ -80,15 +81,18 @@ def generate(
     processors = logits_processor if logits_processor is not None else LogitsProcessorList()
     stopping_criteria = stopping_criteria if stopping_criteria is not None else StoppingCriteriaList()
     probed = probe(model)  # rejects models other than decoder-only language models
-    refuse(config, processors, input_ids, synced_gpus, streamer, model_kwargs, given)
+    facts = probed.facts
+    refuse(
+        model, config, processors, input_ids, synced_gpus, streamer, model_kwargs, given, facts is not None
+    )
     # The drafter, the length limit, and what to return.
     named = drafter if drafter is not None else getattr(config, "lookahead_drafter", None)
     chosen = as_drafter(named) if named is not None else Adaptive()
     batch, prompt_length = input_ids.shape
     criteria = Criteria(stopping_criteria)
-    limit = min(criteria.max_length, config.max_length or prompt_length + 20) - prompt_length
-    if limit < 1:
-        raise SettingsError(f"max_new_tokens must be at least 1, got room for {limit}")
+    # A caller's criterion replaces that of config.max_length. If the prompt already meets it, one token is emitted.
+    longest_text = criteria.max_length or config.max_length or prompt_length + 20
+    limit = max(1, longest_text - prompt_length)
     returns = bool(config.return_dict_in_generate)
     cache = model_kwargs.get("past_key_values")
     wants_cache = batch == 1 and (returns or getattr(cache, "_is_user_defined", False))
@@ -102,7 +106,6 @@ def generate(
     precompile(chosen, model.device.type)
     target = fresh()
     warn_about_shortfall(model, target, "lookahead.generate runs this model", again=False, stacklevel=2)
-    facts = probed.facts
     keeping = KeepingTarget(target) if wants_cache and facts is not None else None
     engine = Engine(
         fresh, target=keeping if keeping is not None else target, admit=Admission(model, probed, fresh)
@@ -118,9 +121,10 @@ def generate(
             input_ids[b],
             limit,
             row_processors(processors, b, batch),
-            criteria,
+            Criteria(for_row(stopping_criteria, batch), batch),
             noise,
             temperature,
+            model.device,
             [] if returns and config.output_scores else None,
             [] if returns and config.output_logits else None,
             streamer,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
@@ -12,6 +12,9 @@ from transformers.generation.logits_process import (
 )
 
 from ...core import SettingsError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Model inputs that transformers prepares for its own loop, and that are not needed here.
 PREPARED = {
@@ -55,6 +58,7 @@ OTHER_NAMES = {
 
 
 def refuse(
+    model: PreTrainedModel,
     config: GenerationConfig,
     processors: LogitsProcessorList,
     input_ids: torch.Tensor,
@@ -62,10 +66,15 @@ def refuse(
     streamer: Any,
     model_kwargs: dict[str, Any],
     given: dict[str, Any],
+    has_cache: bool,
 ) -> None:
     """Raise SettingsError for the first option that is not supported.
 
-    Arguments as in ``generate``; ``given`` has the assistant model, if any.
+    Arguments as in ``generate``.
+
+    Args:
+        given: the assistant model and ``synced_gpus``, if any.
+        has_cache: whether the sequences of this model have keys and values that a caller's cache can receive.
     """
     # Options and inputs that are always rejected: (whether it is given, its name, what to do).
     batch = input_ids.shape[0]
@@ -81,7 +90,12 @@ def refuse(
             f"cache_implementation={config.cache_implementation!r}",
             "lookahead has its own cache; omit it",
         ),
-        (bool(synced_gpus), "synced_gpus", plain),
+        (
+            bool(synced_gpus or given.get("synced_gpus")),
+            "synced_gpus (set by FSDP and DeepSpeed ZeRO-3)",
+            plain,
+        ),
+        (_learns_prompts(model), "a PEFT adapter with virtual tokens (prompt, prefix or P-tuning)", plain),
         (streamer is not None and batch > 1, f"streamer with {batch} sequences", "stream one sequence"),
         (model_kwargs.get("inputs_embeds") is not None, "inputs_embeds", "pass input_ids"),
         (input_ids.shape[1] == 0, "an empty prompt", "pass at least one token"),
@@ -100,7 +114,21 @@ def refuse(
             (length > 0, f"past_key_values with {length} tokens", "pass the whole prompt"),
             (batch > 1, "past_key_values for several sequences", "pass one sequence"),
             (not isinstance(cache, DynamicCache), f"past_key_values of type {type(cache).__name__}", plain),
+            (not has_cache, "past_key_values with a model whose token trees do not work here", plain),
         ]
+    state = model_kwargs.get("cache_params")
+    refused += [
+        (
+            state is not None and getattr(state, "_is_user_defined", False),
+            "cache_params",
+            "pass the whole prompt",
+        ),
+        (
+            _are_own_positions(model_kwargs, input_ids.shape[1]),
+            "position_ids other than 0, 1, 2, ...",
+            "omit them",
+        ),
+    ]
     # Images, audio and video. By now, transformers has encoded them, and processors of such models mark their tokens
     # in the prompt.
     multimodal = "mm_encoder_outputs" in model_kwargs
@@ -122,3 +150,24 @@ def refuse(
     for condition, what, cure in refused:
         if condition:
             raise SettingsError(f"lookahead.generate does not support {what}; {cure}")
+
+
+def _learns_prompts(model: PreTrainedModel) -> bool:
+    """Whether PEFT adds virtual tokens in ``prepare_inputs_for_generation``, which is not called here.
+
+    While its ``generate`` runs, PEFT replaces that method of the model with its own.
+    """
+    owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    return bool(getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False))
+
+
+def _are_own_positions(model_kwargs: dict[str, Any], length: int) -> bool:
+    """Whether position_ids (B, L) differ from those that transformers prepares, at tokens that are not padding."""
+    positions = model_kwargs.get("position_ids")
+    if positions is None or positions.dim() != 2:
+        return False
+    mask = model_kwargs.get("attention_mask")
+    mask = positions.new_ones(1, length) if mask is None else mask.to(positions.device)
+    if positions.shape[-1] != mask.shape[-1]:
+        return True
+    return bool(((positions != mask.long().cumsum(-1) - 1) & mask.bool()).any())
