@@ -2,6 +2,7 @@
 
 import functools
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -653,3 +654,26 @@ def test_nan_logits_are_an_error():
     torch.nn.init.constant_(model.model.norm.weight, float("nan"))
     with pytest.raises(NumericalError, match="NaN"):
         model.generate(**prompts(1), max_new_tokens=5, custom_generate=generate)
+
+
+@pytest.mark.filterwarnings("ignore:lookahead.generate runs this model")
+@pytest.mark.parametrize("family", ["llama", "phi", "bloom"])
+def test_threads_take_turns_on_a_model(family):
+    """The check of a 16-bit model widens its weights for a while; passes set its attention, mask or bias."""
+    inputs = [{name: each[:, cut:] for name, each in prompts(1).items()} for cut in range(4)]
+    options = {"max_new_tokens": 24, "eos_token_id": None, "custom_generate": generate, "drafter": "3,3,3"}
+    alone = tiny_model(family, initializer_range=0.1, dtype=torch.bfloat16)
+
+    def text(model, each):
+        return model.generate(**each, **options).tolist()
+
+    expected = [text(alone, each) for each in inputs]
+    for _ in range(3):
+        model = tiny_model(family, initializer_range=0.1, dtype=torch.bfloat16)
+        weights = {name: weight.clone() for name, weight in model.named_parameters()}
+        with ThreadPoolExecutor(len(inputs)) as threads:
+            texts = list(threads.map(text, [model] * len(inputs), inputs))
+        assert texts == expected
+        for name, weight in model.named_parameters():
+            assert weight.dtype == torch.bfloat16
+            assert torch.equal(weight, weights[name]), name

@@ -292,25 +292,26 @@ def test_the_models_last_position_is_used_and_not_passed():
     assert len(ours.tokens) == 27
 
 
+#: Frequencies that change at 40 tokens.
+LONG_ROPE = {
+    "max_position_embeddings": 128,
+    "original_max_position_embeddings": 40,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "long_factor": [4.0] * 8,
+        "short_factor": [1.0] * 8,
+        "original_max_position_embeddings": 40,
+    },
+}
+
+
 @pytest.mark.filterwarnings("ignore:lookahead.generate runs this model on the slower")
 def test_a_rotary_base_that_changes_with_length():
     """Rows on both sides of the change cannot share a pass; trees stop before it."""
     for family, extra in (
         ("llama-dynamic-ntk", {}),
-        (
-            "phi3",
-            {
-                "max_position_embeddings": 128,
-                "original_max_position_embeddings": 40,
-                "rope_parameters": {
-                    "rope_type": "longrope",
-                    "rope_theta": 10000.0,
-                    "long_factor": [4.0] * 8,
-                    "short_factor": [1.0] * 8,
-                    "original_max_position_embeddings": 40,
-                },
-            },
-        ),
+        ("phi3", LONG_ROPE),
     ):
         model = tiny_model(family, initializer_range=0.1, **extra)
         prompt = torch.tensor([[5, 6, 7, 8] * 5])
@@ -421,6 +422,20 @@ def test_the_probe_is_asked_once_per_model():
     assert probe(model) is before
     lookahead.refresh(model)
     assert probe(model) is not before
+
+
+def test_writes_of_transformers_itself_do_not_repeat_the_probe():
+    """Frequencies of some rotary positions in every pass, and the length of a static cache."""
+    prompt = torch.tensor([[5, 6, 7, 8] * 3])
+    model = tiny_model("phi3", **LONG_ROPE)
+    before = probe(model)
+    model.generate(prompt, max_new_tokens=40, eos_token_id=None)
+    assert probe(model) is before
+    model = tiny_model("llama")
+    before = probe(model)
+    for count in (4, 8):
+        model.generate(prompt, max_new_tokens=count, cache_implementation="static", disable_compile=True)
+    assert probe(model) is before
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from math import inf
 from pathlib import Path
-from threading import Lock, RLock
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from .core import UNLIMITED_ROWS, Choose, Engine, Request, Result, SettingsError, Target, Update, greedy
@@ -25,6 +25,7 @@ from .options import BatchKeywords, BatchOptions, Keywords, Options, Process, re
 from .targets.fingerprint import fingerprint, refreshes
 from .targets.own_model import OwnModel
 from .targets.paths import make_target, probe
+from .targets.turns import turn
 
 if TYPE_CHECKING:
     import torch
@@ -106,12 +107,11 @@ class LLM:
         self.rank_group: RankGroup | None = None
         self.name = name or type(model).__name__
         self.drafter = as_drafter(drafter) if drafter is not None else Adaptive()
-        self.probe = probe(model)
+        with turn(model):
+            self.probe = probe(model)
         self.exact = exact
         self._prefix_cache = prefix_cache
         self._lent = Lock()
-        #: Held while a transformers module evaluates: passes change its attention and hooks for their duration.
-        self._module = RLock()
         #: The target of the last call's engine, for the next call, and the model's fingerprint at that time.
         self._kept: tuple[Target, Any] | None = None
         if exact:
@@ -168,7 +168,7 @@ class LLM:
             from .parallel import ParallelTarget
 
             return ParallelTarget(self.rank_group)
-        with self._turn(None):
+        with turn(self.model):
             return make_target(self.model, path=path, exact=self.exact)
 
     def engine(
@@ -209,7 +209,7 @@ class LLM:
                 yield engine
             return
         try:
-            with self._turn(None):
+            with turn(self.model):
                 state = fingerprint(self.model), refreshes(self.model)
             kept = self._kept
             self._kept = None
@@ -389,16 +389,11 @@ class LLM:
                 request.tag = index
                 engine.add(request)
             while engine.busy:
-                with self._turn(engine.target):
+                with turn(self.model, engine.target):
                     updates = engine.step()
                 if self.rank_group is not None and self.rank_group.error is not None:
                     raise self.rank_group.error  # no later prompt could be decoded
                 yield from updates
-
-    def _turn(self, target: Target | None) -> AbstractContextManager[Any]:
-        """A context in which a step may be evaluated: threads take turns unless their passes share nothing."""
-        alone = isinstance(self.model, OwnModel) or (target is not None and not target.shares_module)
-        return nullcontext() if alone else self._module
 
     def warm_state(
         self, file: str | os.PathLike[str] | None = None, settings: Adaptive | None = None

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -363,8 +364,13 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     widen the result.
     """
     saved: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
+    thread = (
+        get_ident()
+    )  # the caller may run the model in another thread, whose calls must not restore these weights
 
     def widen(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if get_ident() != thread:
+            return None
         saved.append((module, dict(module._parameters)))
         for name, weight in saved[-1][1].items():
             if weight is not None and weight.dtype in HALF_DTYPES:
@@ -373,7 +379,8 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
     def restore(module: nn.Module, args: Any, output: Any) -> None:
         # Modules return in the reverse order of their calls.
-        module._parameters.update(saved.pop()[1])
+        if get_ident() == thread:
+            module._parameters.update(saved.pop()[1])
 
     with ExitStack() as hooks:
         # If a call raises, some modules are still widened; restore them after all hooks are removed, outermost last.

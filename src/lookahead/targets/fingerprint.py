@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, TypeVar
 
 #: Types of module attributes that are compared by value.
@@ -50,7 +50,6 @@ def refreshes(model: Any) -> int:
 #: The module of transformers' hooks that capture hidden states and attentions. They stay on a model after a call with
 #: ``output_hidden_states`` or ``output_attentions``, and are no-ops in other calls.
 CAPTURING = "transformers.utils.output_capturing"
-INSTALLED = "_output_capturing_hooks_installed"
 
 
 def active_hooks(hooks: Mapping[int, Any]) -> list[Any]:
@@ -63,8 +62,9 @@ def active_hooks(hooks: Mapping[int, Any]) -> list[Any]:
 def fingerprint(model: Any) -> tuple[Any, ...]:
     """A value that changes when a weight, buffer, module, method, hook, attribute or setting of the model changes.
 
-    It also changes when torch.autocast is switched on or off. Settings whose names begin with "_" belong to
-    transformers; among them, only the attention implementation counts.
+    It also changes when torch.autocast is switched on or off. Settings and attributes whose names begin with "_"
+    belong to transformers, which writes some of them in every call; among them, only the attention implementation
+    counts. Neither do buffers count that rotary positions recompute for every length.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):  # nothing else can change its weights
@@ -93,11 +93,21 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
             None,
             *map(id, active_hooks(module._forward_pre_hooks)),
         )
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
+        recomputed = _recomputed(module)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in recomputed:
                 version = 0 if tensor.is_inference() else tensor._version
                 parts += (tensor.data_ptr(), version, tensor.dtype, tensor.device)
         parts += [
-            value for name, value in attributes.items() if type(value) in PLAIN_TYPES and name != INSTALLED
+            value for name, value in attributes.items() if type(value) in PLAIN_TYPES and name[:1] != "_"
         ]
     return tuple(parts)
+
+
+def _recomputed(module: Any) -> Container[str]:
+    """The names of buffers that the module itself writes in every pass: frequencies that depend on the length."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    if any(kind in ("longrope", "dynamic") for kind in kinds):
+        return [name for name in module._buffers if name.endswith("inv_freq")]
+    return ()

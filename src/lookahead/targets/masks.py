@@ -35,6 +35,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -166,8 +167,11 @@ class AlibiBias:
         """A context in which blocks use this additive mask (B, 1, Q, width) and these key positions (B, width)."""
         batch, width = keys.shape
         keys = keys.to(mask.device)
+        thread = get_ident()
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if get_ident() != thread:  # the caller may run a pass of its own on the same model
+                return args, kwargs
             kwargs = dict(kwargs)
             if self.one_sequence_only:
                 table = kwargs[self.name]  # (heads, 1, longest), by distance to the last key

@@ -21,6 +21,7 @@ from ...drafters import Adaptive, as_drafter
 from ...engine.admission import Admission, precompile
 from ...sampling import GeneratorNoise
 from ...targets.paths import limit_graphs, make_target, probe, warn_about_shortfall
+from ...targets.turns import turn
 from .batch_sequence import Criteria, Row, for_row, may_draw_ahead, row_processors
 from .caller import DROPPED, CustomGenerate
 from .past_key_values import KeepingTarget, fill_cache
@@ -80,7 +81,8 @@ def generate(
     config = generation_config
     processors = logits_processor if logits_processor is not None else LogitsProcessorList()
     stopping_criteria = stopping_criteria if stopping_criteria is not None else StoppingCriteriaList()
-    probed = probe(model)  # rejects models other than decoder-only language models
+    with turn(model):
+        probed = probe(model)  # rejects models other than decoder-only language models
     facts = probed.facts
     refuse(
         model, config, processors, input_ids, synced_gpus, streamer, model_kwargs, given, facts is not None
@@ -98,7 +100,8 @@ def generate(
     wants_cache = batch == 1 and (returns or getattr(cache, "_is_user_defined", False))
 
     def fresh() -> Target:
-        return make_target(model, exact=exact)
+        with turn(model):
+            return make_target(model, exact=exact)
 
     # The target and the engine.
     if graph_memory is not None:
@@ -142,7 +145,9 @@ def generate(
             request = Request(text, chosen, left, row.choose(), eos, row.finished, noise=row_noise)
             sequences.append(engine.add(request))
         while engine.busy:
-            for update in engine.step():
+            with turn(model, engine.target):
+                updates = engine.step()
+            for update in updates:
                 if update.result is not None:
                     _raise(update.result.error)
             if noise is not None:
