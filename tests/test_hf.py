@@ -331,19 +331,21 @@ def test_an_exception_of_the_callers_own_code_is_raised_as_it_is():
         )
 
 
-def test_the_noise_of_a_batch_is_given_up_once_no_row_wants_it():
+def test_the_noise_of_a_row_is_given_up_once_the_row_does_not_need_it():
     stream = GeneratorNoise(2, 5, torch.device("cpu"))
     torch.manual_seed(3)
-    drawn = [stream.at(step).clone() for step in range(6)]
+    drawn = [torch.stack([stream.at(step, row) for row in range(2)]) for step in range(6)]
     torch.manual_seed(3)
     expected = [torch.empty(2, 5).exponential_(1) for _ in range(6)]
     assert all(map(torch.equal, drawn, expected))
     later = RowNoise(stream, 1, start=2, temperature=1.0)
     assert torch.equal(later.at(3), drawn[5][1])
-    stream.forget(4, furthest=5)
+    stream.forget([4, 2], furthest=5)
     with pytest.raises(KeyError):
-        stream.at(3)
-    assert torch.equal(stream.at(4), drawn[4])
+        stream.at(3, 0)
+    assert torch.equal(stream.at(4, 0), drawn[4][0])
+    assert torch.equal(stream.at(2, 1), drawn[2][1])
+    assert stream.at(4, 0).untyped_storage().nbytes() == 5 * 4, "it would keep the noise of other rows"
     stream.settle(5)  # as after five steps of plain sampling: the sixth draw is repeated
     assert torch.equal(torch.empty(2, 5).exponential_(1), drawn[5])
 

@@ -214,23 +214,30 @@ class GeneratorNoise:
         if device.type == "cuda":
             index = device.index if device.index is not None else torch.cuda.current_device()
             self._generator = torch.cuda.default_generators[index]
-        self._noise: dict[int, torch.Tensor] = {}
+        self._noise: list[dict[int, torch.Tensor]] = [{} for _ in range(batch)]  # by row and time step
         self._states: dict[int, torch.Tensor] = {}  # the generator's state before the draw of each time step
         self._drawn = 0
 
-    def at(self, step: int) -> torch.Tensor:
-        """Exponential noise (B, V) of time step ``step``, counted from the batch's first new token."""
+    def at(self, step: int, row: int) -> torch.Tensor:
+        """Exponential noise (V,) of a row at time step ``step``, counted from the batch's first new token."""
         while self._drawn <= step:
             self._states[self._drawn] = self._generator.get_state()
             noise = torch.empty(self._shape, dtype=torch.float32, device=self._device)
             with one_thread:  # makes the numbers independent of the number of threads
-                self._noise[self._drawn] = noise.exponential_(1)
+                noise.exponential_(1)
+            for known, own in zip(self._noise, noise, strict=True):
+                # A copy of its own, because rows need the noise of a step at different times.
+                known[self._drawn] = own.clone() if len(noise) > 1 else own
             self._drawn += 1
-        return self._noise[step]
+        return self._noise[row][step]
 
-    def forget(self, step: int, furthest: int) -> None:
-        """Drop noise before ``step``, which no row needs anymore. The longest row has emitted ``furthest`` tokens."""
-        _drop_before(step, self._noise)
+    def forget(self, needed: Sequence[int], furthest: int) -> None:
+        """Drop noise before ``needed[row]``, the first step whose noise the row still needs.
+
+        The longest row has emitted ``furthest`` tokens.
+        """
+        for known, step in zip(self._noise, needed, strict=True):
+            _drop_before(step, known)
         # Plain sampling draws noise up to the longest row's step, whose state ``settle`` may still need.
         _drop_before(furthest, self._states)
 
@@ -252,7 +259,7 @@ class RowNoise:
 
     def at(self, index: int) -> torch.Tensor:
         """Exponential noise (V,) of emitted token ``index`` from ``start`` on."""
-        return self.stream.at(self.start + index)[self.row]
+        return self.stream.at(self.start + index, self.row)
 
     def __call__(self, index: int) -> Any:
         """``at`` as Gumbel noise, for drafters: argmax(p / q) is argmax(log p - log q), so the noise is -log q."""

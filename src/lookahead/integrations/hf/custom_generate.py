@@ -152,7 +152,7 @@ def generate(
                     _raise(update.result.error)
             if noise is not None:
                 furthest = max(row.emitted for row in rows)
-                noise.forget(min((row.emitted for row in rows if row.draws), default=furthest), furthest)
+                noise.forget([row.emitted if row.draws else furthest for row in rows], furthest)
         return [sequence.result.stats for sequence in sequences if sequence.result is not None]
 
     prompts = _unpadded(input_ids, model_kwargs.get("attention_mask"))
