@@ -26,7 +26,7 @@ from lookahead.integrations.llamacpp import library
 from lookahead.integrations.llamacpp.check import check, compare
 from lookahead.integrations.llamacpp.llamacpp_target import LlamaCppTarget
 from lookahead.integrations.llamacpp.model import LlamaCppModel
-from lookahead.server.service import load_model
+from lookahead.loading import load_with
 from lookahead.server.settings import Settings
 from lookahead.targets.equivalence import distance
 from serving import serving, started
@@ -227,13 +227,6 @@ def test_a_seed_draws_the_same_text(loaded):
     assert texts["plain"] == texts["adaptive"] == texts["7,3,7"]
 
 
-def test_measured_times_choose_the_rows_of_quantized_files(loaded):
-    """Other paths with batch-dependent rounding fix the step size; rows on a CPU cost too much for that."""
-    llm = loaded(types="Q8_0", flash_attn="auto", cache_type_k="f16", cache_type_v="f16")
-    assert llm.model.dtype == torch.float16
-    assert llm.engine()._drafter(Adaptive()) == Adaptive()
-
-
 @pytest.mark.parametrize("types", ["Q8_0", ("Q4_K", "Q6_K"), "Q2_K", "IQ4_NL"])
 def test_quantized_files_are_checked_at_load(loaded, types):
     llm = loaded(types=types, flash_attn="auto", cache_type_k="f16", cache_type_v="f16")
@@ -357,7 +350,7 @@ def test_more_sequences_than_the_engine_has(loaded, monkeypatch):
         ({"exact": True}, "exact cannot be used with"),
         ({"device": "cpu"}, "n_gpu_layers sets the number"),
         ({"engine": "vllm"}, "engine must be 'llama.cpp' or None"),
-        ({"flash_attn": "yes"}, "flash_attn must be auto, on or off"),
+        ({"flash_attn": "yes"}, "flash_attn must be one of auto, on, off"),
         ({"cache_type_k": "q9"}, "cache_type_k must be one of f32"),
         ({"n_gpu_layers": -2}, "n_gpu_layers must be"),
         ({"ctx_size": 3}, "ctx_size must be"),
@@ -438,7 +431,7 @@ def test_what_needs_a_module_says_so(loaded):
 
 def test_the_server_decodes_texts_together(files):
     options = {"engine": "llama.cpp", "threads": 1, **WHOLE}
-    llm = load_model(Settings(model=str(files()), **options))
+    llm = load_with(Settings(model=str(files()), **options).loading())
     prompts = ["ab ab ab ab ab ab", "def f(x):", "a", "one two one two"]
     plain = [llm.generate(prompt, max_new_tokens=24, drafter=Plain()) for prompt in prompts]
     with serving(llm, max_concurrent=4) as served:
@@ -461,7 +454,7 @@ def test_an_answer_keeps_to_a_schema(files):
     schema["additionalProperties"] = False
     body = {"prompt": "ab ab ab", "max_tokens": 60, "temperature": 0}
     body["response_format"] = {"type": "json_schema", "json_schema": {"name": "word", "schema": schema}}
-    llm = load_model(Settings(model=str(files()), engine="llama.cpp", threads=1, **WHOLE))
+    llm = load_with(Settings(model=str(files()), engine="llama.cpp", threads=1, **WHOLE).loading())
     with serving(llm) as served:
 
         def ask(drafter):
