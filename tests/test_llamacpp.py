@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from importlib.util import find_spec
@@ -161,6 +163,33 @@ def test_more_tokens_than_cells_move_to_a_larger_context(loaded):
     for slot in (0, 1, 2):
         assert close(rows_of(target, TREE, slot), rows_alone(llm, prompts[slot], TREE))
     assert close(rows_of(target, TREE), before)
+
+
+AT_EXIT = """
+import sys
+import lookahead
+
+llm = lookahead.load(sys.argv[1], engine="llama.cpp", threads=1, ctx_size=256)
+library = llm.model.loaded.library
+for name in ("llama_free", "llama_memory_clear"):
+    def called(*given, name=name, honest=getattr(library, name)):
+        print(name, flush=True)
+        honest(*given)
+    setattr(library, name, called)
+target = llm.target()
+target.prefill([(0, [7, 8] * 200)])
+print("the end", flush=True)
+"""
+
+
+def test_a_context_that_has_grown_is_freed_at_exit_and_not_used_again(files):
+    run = subprocess.run(
+        [sys.executable, "-c", AT_EXIT, files()], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    at_exit = run.stdout.partition("the end")[2].split()
+    assert at_exit
+    assert set(at_exit) == {"llama_free"}
 
 
 def test_only_rows_that_need_logits_are_read(loaded):

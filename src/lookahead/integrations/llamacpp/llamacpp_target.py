@@ -86,7 +86,8 @@ class LlamaCppTarget(Target):
         self.runs_on = self._weights.runs_on
         self._max_positions = self._weights.positions or NO_LIMIT
         self._lease = contexts.lease()
-        weakref.finalize(self, self._lease.end)
+        # Not at exit, where finalizers run newest first, so a larger context would be freed before its lease ends.
+        weakref.finalize(self, self._lease.end).atexit = False
         self._free = list(range(self._weights.sequences))[::-1]
         self._slots: dict[int, Slot] = {}
         self._last: weakref.ref[BorrowedLogits] | None = None
