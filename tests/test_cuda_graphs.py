@@ -593,6 +593,22 @@ def test_a_kernel_that_does_not_compile_leaves_the_path_with_sdpa(monkeypatch):
     assert_same_as_autoregressive(target, PROMPTS[:1], "5,4,7", 20)
 
 
+@pytest.mark.skipif(not attention.has_triton(), reason="triton is not installed")
+def test_a_kernel_that_is_wrong_leaves_the_path_with_sdpa(monkeypatch):
+    honest = importlib.import_module("lookahead.attention.sdpa").attend
+
+    def wrong(*args, **named):
+        return honest(*args, **named) * 1.5
+
+    wrong.__module__ = "lookahead.attention.triton"
+    monkeypatch.setattr(importlib.import_module("lookahead.attention.triton"), "attend", wrong)
+    model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
+    with pytest.warns(RuntimeWarning, match="the attention kernel fails its check here .*; trying sdpa"):
+        tree_attention, reason = captured_attention(model, probe(model).facts, "triton")
+    assert tree_attention.backend == "sdpa"
+    assert "attention by sdpa" in reason
+
+
 @pytest.mark.parametrize("fault", ["wrong result", "inputs of the capture"])
 def test_a_wrong_replay_of_a_batched_pass_is_found_at_load(fault, device, monkeypatch):
     """Replays of single sequences and eager passes are right."""
