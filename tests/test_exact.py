@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from fake_cuda import FakeCuda
+from fake_cuda import TOTAL, FakeCuda
 from families import FAMILIES, RECURRENT_FAMILIES, tiny_model
 from lookahead import LLM
 from lookahead.attention import exact as attention
 from lookahead.attention import get, pack_bits
-from lookahead.core import SettingsError, TokenTree
+from lookahead.core import OutOfMemory, SettingsError, TokenTree
+from lookahead.targets.cuda_graphs import GraphStore
 from lookahead.targets.exact_mode import ExactTarget
 from lookahead.targets.paths import make_target
 from lookahead.testing import assert_same_as_autoregressive
@@ -269,6 +270,31 @@ def test_captured_texts_are_those_of_plain_decoding(device):
     del target
     gc.collect()
     assert make_target(model, path="exact").graphs is store  # graphs are reused
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_without_memory_for_a_graph_the_others_make_room(enough, device, monkeypatch):
+    model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=600).to(torch.bfloat16)
+    target = make_target(model, path="exact")
+    tokens = text(1, 280)
+    one_by_one(target, 0, tokens[:30], 20)
+    assert set(target.graphs.passes) == {(1, 0)}
+    honest = GraphStore.drop_passes
+
+    def drop(self, kept=None):
+        honest(self, kept)
+        device.cost = 1 if enough else device.cost
+
+    monkeypatch.setattr(GraphStore, "drop_passes", drop)
+    device.cost = TOTAL + 1
+    if not enough:
+        with pytest.raises(OutOfMemory, match="did not fit in memory"):
+            one_by_one(target, 0, tokens, 270)
+        return
+    found, _ = one_by_one(target, 0, tokens, 270)
+    expected, _ = one_by_one(ExactTarget(model, target.facts, target.attention), 0, tokens, 270)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert (1, 0) not in target.graphs.passes
 
 
 def test_what_cannot_be_captured_runs_uncaptured_and_says_so(device, monkeypatch):

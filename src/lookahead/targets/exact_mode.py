@@ -35,7 +35,7 @@ from .attention_hook import TreeAttention, implementation
 from .cuda import noticed_waits, pinned
 from .cuda_graphs import CAPACITY, GraphTarget
 from .facts import ModelFacts
-from .limits import memory_errors
+from .limits import memory_errors, out_of_memory
 from .logits import LogitsBatch, LogitsRows
 from .transformers import TransformersTarget, run_model
 from .tree_cache import Placement, TreeCache
@@ -199,5 +199,12 @@ class _CapturedPass:
             if found:
                 raise RuntimeError(f"a pass waits for the device in {found[0]}")
             target.attention.checked_for_host_reads = True
-        captured: Any = target.graphs.capture(lambda: target.evaluate(self.numbers, pages))
+        try:
+            captured: Any = target.graphs.capture(lambda: target.evaluate(self.numbers, pages))
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            # Only a replay may produce output, so this pass needs its graph more than the others need theirs.
+            target.graphs.drop_passes()
+            captured = target.graphs.capture(lambda: target.evaluate(self.numbers, pages))
         self.graph, self.logits, self.bytes = captured
