@@ -5,6 +5,7 @@ import random
 import re
 from functools import reduce
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -168,6 +169,15 @@ def test_ranks_agree_on_tokens_where_one_has_no_memory_for_a_prompt():
         full.prefill([(0, [1, 2])])
     other.prefill([(0, [1, 2])])
     assert full.checksum == other.checksum != 1
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+def test_token_ids_of_numpy_have_the_checksum_of_pythons(kind):
+    of_numpy, of_python = RankExecutor(FakeTarget()), RankExecutor(FakeTarget())
+    prompt = list(range(1, 20))
+    of_numpy.prefill([(0, list(map(kind, prompt)))])
+    of_python.prefill([(0, prompt)])
+    assert of_numpy.checksum == of_python.checksum
 
 
 class Wire:

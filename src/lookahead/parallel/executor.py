@@ -106,7 +106,8 @@ class RankExecutor:
     def _update_checksum(self, slot: int, tokens: Sequence[int]) -> None:
         value = self.checksum * 31 + slot + 1
         for token in tokens:
-            value = (value * 1_000_003 + token + 1) % _MODULUS
+            # int(), because numpy's integers overflow
+            value = (value * 1_000_003 + int(token) + 1) % _MODULUS
         self.checksum = value % _MODULUS
 
 
