@@ -776,5 +776,26 @@ def test_when_a_rank_dies_the_output_holds_whole_lines_only(tmp_path):
     assert [outcome[:2] for outcome in outcomes] == [("left", 0)] * 2
 
 
+def test_with_nothing_left_the_other_ranks_are_dismissed_with_the_options_of_a_run(tmp_path, monkeypatch):
+    import torch
+    from typer.testing import CliRunner
+
+    from lookahead.cli import app
+
+    write_jobs(tmp_path / "in.jsonl")
+    command = ["generate", "tiny", "--input", str(tmp_path / "in.jsonl")]
+    command += ["--output", str(tmp_path / "out.jsonl"), "--max-new-tokens", "2"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    started = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("lookahead.parallel.start", lambda **given: started.append(given))
+    monkeypatch.setattr("lookahead.parallel.dismiss", lambda connections: None)
+    command += ["--resume", "--parallel-timeout", "7", "--device", "cpu"]
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code == 0, found.output
+    assert started == [{"timeout": 7.0, "device": torch.device("cpu")}]
+
+
 def test_other_commands_are_not_run_several_times_over():
     assert [outcome[:2] for outcome in launch(2, command_line, ["doctor"], 0)] == [("left", 2)] * 2

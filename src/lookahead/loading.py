@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -302,11 +303,12 @@ def _start_ranks(chosen: LoadOptions) -> tuple[Any, str]:
     return start(timeout=timeout if timeout is not None else TIMEOUT, device=torch.device(device)), device
 
 
-def dismiss_ranks() -> None:
+def dismiss_ranks(chosen: LoadOptions) -> None:
     """Tell the other ranks started by torchrun to end. Called on rank 0 if no model is needed."""
-    from .parallel import dismiss, start
+    from .parallel import dismiss
 
-    dismiss(start())
+    connections, _ = _start_ranks(replace(chosen, parallel="lookahead"))
+    dismiss(connections)
 
 
 def _dtype(dtype: str | torch.dtype) -> str:

@@ -46,7 +46,8 @@ def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOpt
     if task.input is not None:
         start = partial(load_model, load, drafter)
         settings = settings_of(options, draft, load)
-        raise typer.Exit(run_batch(task, start, options.keywords(), draft.warm, settings))
+        leave = partial(dismiss, load)
+        raise typer.Exit(run_batch(task, start, leave, options.keywords(), draft.warm, settings))
     text = task.prompt
     if text is None:
         text = read_text(task.prompt_file or Path("-"), "--prompt-file")
@@ -279,13 +280,19 @@ def keep_settings(output: Path, settings: dict[str, Any], earlier: bool, mix: bo
 
 
 def run_batch(
-    task: Task, load: Callable[[], LLM], options: dict[str, Any], warm: Path | None, settings: dict[str, Any]
+    task: Task,
+    load: Callable[[], LLM],
+    leave: Callable[[], None],
+    options: dict[str, Any],
+    warm: Path | None,
+    settings: dict[str, Any],
 ) -> int:
     """Complete every prompt of the input that has no result yet.
 
     Args:
         task: input and output.
         load: loads the model; called only if there is something to do.
+        leave: ends the other ranks; called if there is nothing to do.
         options: the options of each completion.
         warm: the file where adaptive saves what it learns, or None.
         settings: the settings that the results depend on, written next to the output.
@@ -303,7 +310,7 @@ def run_batch(
     if earlier:
         note(f"{done} of {len(jobs)} prompts have results; continuing with {len(todo)}")
     if not todo:
-        dismiss()
+        leave()
         if output is not None:
             output.touch()
     errors = sum("error" in record for record in earlier)

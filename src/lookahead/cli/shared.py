@@ -68,12 +68,12 @@ def ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
-def dismiss() -> None:
+def dismiss(load: LoadOptions) -> None:
     """End the other ranks if no model was needed."""
     if ranks() > 1:
         from ..loading import dismiss_ranks
 
-        dismiss_ranks()
+        dismiss_ranks(load)
 
 
 def read_bytes(path: Path, option: str) -> bytes:
