@@ -182,7 +182,10 @@ def test_requests_that_come_pause_and_end_in_any_order(settings, has_logits):
 
 def learnt_only_what_is_true(engine):
     """Check that each row of logits was learnt for its own context: its best token is the model's."""
-    keys, ids, *_ = engine.proposer._drafter.state.tables(False).logits.entries(2)
+    state = engine.proposer._drafter.state
+    if state is None:  # every request has its own
+        return 0
+    keys, ids, *_ = state.tables(False).logits.entries(2)
     for key, best in zip(keys.tolist(), ids[:, 0].tolist(), strict=True):
         context = [key // VOCABULARY**2, key // VOCABULARY % VOCABULARY, key % VOCABULARY]
         assert best == engine.model(context)
@@ -224,6 +227,35 @@ def test_what_is_learnt_of_one_request_serves_the_next():
 
     assert second("adaptive:rows=64:sources=suffix+corpus") > 4
     assert second("adaptive:rows=64:sources=suffix+") < 3
+
+
+@pytest.mark.parametrize("has_logits", [True, False])
+def test_without_the_corpus_a_request_teaches_no_other(has_logits):
+    engine = Engine(Proposer(config("adaptive:rows=64:sources=suffix+logits+jacobi")), MODEL, has_logits)
+    found = []
+    for _ in range(2):
+        engine.steps = engine.accepted = 0
+        engine.running = [Request([5, 6], 80)]
+        engine.finish()
+        found.append(engine.per_step)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "corpus"),
+    [
+        (None, True),
+        ("adaptive:rows=9", True),
+        ({"max_entries": 50_000}, True),
+        ({"drafter": "adaptive:max_rows=3"}, True),
+        ("adaptive:rows=9:sources=suffix+logits+base+jacobi", False),
+        ({"drafter": "adaptive:sources=suffix+"}, False),
+        ({"sources": ["suffix", "logits"]}, False),
+    ],
+)
+def test_the_corpus_is_used_unless_the_settings_name_sources(settings, corpus):
+    drafter = lookahead.integrations.vllm.drafter_of(config(settings))
+    assert ("corpus" in drafter.sources) == corpus
 
 
 def test_a_request_that_moved_is_known_by_its_text():

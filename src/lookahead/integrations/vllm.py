@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -33,7 +33,7 @@ import numpy as np
 
 from ..core import LookaheadError, SettingsError, Start, TokenTree
 from ..drafters import Adaptive, as_drafter
-from ..drafters.adaptive.settings import SOURCES
+from ..drafters.adaptive.settings import DEFAULT_SOURCES, SOURCES
 
 if TYPE_CHECKING:
     from ..drafters.adaptive.draft_state import AdaptiveDraftState
@@ -108,9 +108,9 @@ class Proposer:
         self._most: int = vllm_config.speculative_config.num_speculative_tokens
         most_rows = min(drafter.most_rows, self._most + 1)
         rows = None if drafter.rows is None else most_rows
-        self._drafter = replace(
-            drafter, chain=True, rows=rows, max_rows=most_rows, state=AdaptiveState(drafter)
-        )
+        # The logit cache of a shared state would propose the tokens of other requests, too.
+        state = AdaptiveState(drafter) if "corpus" in drafter.sources else None
+        self._drafter = replace(drafter, chain=True, rows=rows, max_rows=most_rows, state=state)
         self._longest: int = vllm_config.model_config.max_model_len
         self._vocabulary: int = vllm_config.model_config.get_vocab_size()
         device = vllm_config.device_config.device_type
@@ -259,7 +259,7 @@ def continues(tokens: np.ndarray[Any, Any], new: list[int], text: Text) -> bool:
 
 
 def drafter_of(vllm_config: Any) -> Adaptive:
-    """The configured drafter; the default also drafts from earlier requests."""
+    """The configured drafter, which also drafts from earlier requests unless its settings name other sources."""
     settings = (vllm_config.additional_config or {}).get(SETTINGS)
     if settings is None:
         return Adaptive(sources=tuple(SOURCES))
@@ -274,7 +274,16 @@ def drafter_of(vllm_config: Any) -> Adaptive:
             f"additional_config[{SETTINGS!r}] must not set head, because vLLM passes no hidden states to it, "
             f"got head={drafter.head!r}; leave it out"
         )
-    return drafter
+    if _names_sources(settings) or drafter.sources != DEFAULT_SOURCES:
+        return drafter
+    return replace(drafter, sources=tuple(SOURCES))
+
+
+def _names_sources(settings: Any) -> bool:
+    """Whether settings of a drafter, in any form that ``as_drafter`` accepts, give its sources."""
+    if isinstance(settings, Mapping):
+        return "sources" in settings or _names_sources(settings.get("drafter", ""))
+    return not isinstance(settings, str) or ":sources=" in settings
 
 
 def check(vllm_config: Any) -> None:
