@@ -67,6 +67,16 @@ def test_a_trace_has_every_step(llm, tmp_path, drafter):
     assert (trace.steps, trace.problem, trace.header) == (len(steps), "", header)
 
 
+def test_a_completion_of_one_token_has_its_prefill(llm, tmp_path):
+    with TraceWriter(tmp_path / "t.jsonl", llm) as trace:
+        for update in llm.run([PROMPT], max_new_tokens=1, ignore_eos=True, drafter="5,4,5"):
+            trace.write(update)
+    _, prefill, end = map(json.loads, (tmp_path / "t.jsonl").read_text(encoding="utf-8").splitlines())
+    assert (prefill["step"], prefill["tokens"]) == (0, update.result.tokens)
+    assert end == {"end": "length", "steps": 0, "new_tokens": 1}
+    assert read_trace(tmp_path / "t.jsonl").problem == ""
+
+
 @pytest.mark.parametrize(
     "settings", [{"pool_from_output": False}, {"pool_from_prompt": False}, {"max_pool_keys": 9}]
 )

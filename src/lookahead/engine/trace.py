@@ -60,15 +60,17 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
             raise SettingsError(
                 f"a trace has one sequence, got steps of another; {self._file.path} has the first"
             )
-        if update.tokens and sequence.drafting is not None:
+        if update.tokens:
             record: dict[str, Any] = {"tokens": update.tokens}
             shown = set(update.tokens)
             if tree is not None:
                 self._steps += 1
                 record |= {"path": update.path, "tree": tree.tokens, "parents": tree.parents}
                 shown.update(tree.tokens)
-            # After an error, the drafter may not have observed the step.
-            details = sequence.drafting.trace(tree) if sequence.error is None else {}
+            # Without a drafter, the completion ended with its first token. After an error, the drafter may not have
+            # observed the step.
+            drafting = sequence.drafting if sequence.error is None else None
+            details = drafting.trace(tree) if drafting is not None else {}
             for name in ("ngrams", "ngrams_of_text"):
                 shown.update(token for ngram in details.get(name, ()) for token in ngram)
             texts = self._texts(shown)
