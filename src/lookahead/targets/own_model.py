@@ -49,8 +49,8 @@ class NeedsModule(SettingsError, AttributeError):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"{name!r} needs a transformers model, and packed weights have none; load the model with "
-            "dtype='bfloat16' or 'float32'"
+            f"{name!r} needs a transformers model, and packed weights and llama.cpp have none; load the model with "
+            "dtype='bfloat16' or 'float32', and without engine"
         )
 
 
