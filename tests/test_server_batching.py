@@ -171,6 +171,8 @@ def test_predicted_tokens_are_counted_along_the_text():
         ),
         ('{"name": "f", "arguments": {"x": 1}}', "", ["f"]),
         ('{"name": "g", "arguments": {}}', '{"name": "g", "arguments": {}}', []),
+        ('{"name": ["f"]}', '{"name": ["f"]}', []),
+        ('{"name": {"f": 1}}', '{"name": {"f": 1}}', []),
         ("<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
         ("{" * 5000, "{" * 5000, []),
     ],

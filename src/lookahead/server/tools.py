@@ -166,9 +166,11 @@ class CallReader:
             given = json.loads(body)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(given, dict) or given.get("name") not in self._names:
+        # Other JSON may have a list or an object here, and a set cannot look those up.
+        name = given.get("name") if isinstance(given, dict) else None
+        if not isinstance(name, str) or name not in self._names:
             return None
         arguments = given.get("arguments", given.get("parameters", {}))
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        function = {"name": given["name"], "arguments": text}
+        function = {"name": name, "arguments": text}
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
