@@ -2,12 +2,15 @@
 
 import json
 import random
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from lookahead.core import Engine, LookaheadError, Request, SettingsError
 from lookahead.drafters import Lookahead, Plain, as_drafter
 from lookahead.drafters.adaptive.cost import CostCurve
+from lookahead.server.grammar import Grammars
 from lookahead.server.prediction import Predicted
 from lookahead.server.protocol import Message
 from lookahead.server.tools import CallReader, messages_of, with_tools
@@ -184,6 +187,16 @@ def test_calls_are_found_in_a_text_that_comes_in_pieces(text, content, names):
         rest, calls = reader.finish()
         assert (shown + rest).rstrip() == content.rstrip()
         assert [call["function"]["name"] for call in calls] == names
+
+
+def test_a_grammar_that_cannot_be_made_says_what_is_missing(monkeypatch):
+    grammars = Grammars(SimpleNamespace(tokenizer=None, eos=frozenset()))
+    with pytest.raises(SettingsError, match=r"^response_format and tool_choice need a tokenizer and an end"):
+        grammars.json({}, "response_format")
+    for module in ("llguidance", "llguidance.hf"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SettingsError, match=r"pip install 'lookahead-decoding\[grammar\]'"):
+        grammars.json({}, "response_format")
 
 
 def test_tools_are_told_where_the_template_does_not():

@@ -50,13 +50,15 @@ class Grammars:
         """A logits processor that restricts one completion to JSON that follows a schema.
 
         Raises:
-            SettingsError: llguidance does not support the schema; ``param`` names its field.
+            SettingsError: llguidance is not installed, or does not support the tokenizer or the schema; ``param``
+                names the schema's field.
         """
+        tokenizer = self._tokenizer  # first, because it says what is missing if llguidance is not installed
         from llguidance import LLMatcher
 
         try:
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT)
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+            matcher = LLMatcher(tokenizer, grammar, log_level=0)
             problem = matcher.get_error() if matcher.is_error() else ""
         except ValueError as error:
             problem = str(error)
