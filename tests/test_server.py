@@ -13,11 +13,15 @@ from importlib.metadata import EntryPoint
 import fastapi
 import httpx
 import pytest
+import torch
 
 import lookahead
 from lookahead.core import SettingsError
 from lookahead.drafters import PromptLookup, names
 from lookahead.drafters.prompt_lookup import PromptLookupDraftState
+from lookahead.server.grammar import Grammars
+from lookahead.server.protocol import ChatRequest
+from lookahead.server.tools import demanded
 from lookahead.testing import tiny_model
 from serving import Served, serving
 from toy import VOCABULARY, save
@@ -148,8 +152,6 @@ def test_penalties_and_bias_change_the_text_as_they_say(served):
 
 
 def test_log_probabilities_are_the_targets_own(served):
-    import torch
-
     answer = post(served, logprobs=3, echo=True, max_tokens=5, lookahead={"drafter": "lookahead"})
     shown = answer["choices"][0]["logprobs"]
     ids = served.llm.encode(PROMPT)
@@ -370,6 +372,36 @@ def test_tools_that_must_be_called(client):
     ]
     again = client.chat.completions.create(**options | {"messages": answered, "max_tokens": 5})
     assert again.choices[0].finish_reason == "length"
+
+
+LINKED = {
+    "type": "object",
+    "properties": {
+        "unit": {"$ref": "#/$defs/unit"},
+        "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    },
+    "required": ["unit", "next"],
+    "additionalProperties": False,
+    "$defs": {"unit": {"enum": ["C", "F"]}},
+}
+
+
+@pytest.mark.parametrize("schema", [LINKED, LINKED | {"$id": "https://example.org/linked"}])
+@pytest.mark.parametrize("names", ["g", "fg"])
+def test_the_parameters_of_a_required_tool_may_refer_to_themselves(served, schema, names):
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema if name == "g" else SCHEMA}}
+        for name in names
+    ]
+    answer = json.dumps({"name": "g", "arguments": {"unit": "C", "next": {"unit": "F", "next": None}}})
+    body = ChatRequest(messages=[{"role": "user", "content": "x"}], tools=tools, tool_choice="required")
+    allowed = Grammars(served.llm).json(*demanded(body))
+    ids = torch.tensor([[1]])
+    tokens = served.llm.tokenizer(answer, add_special_tokens=False).input_ids
+    for token in [*tokens, *served.llm.eos]:
+        scores = allowed(ids, torch.zeros(1, served.llm.vocabulary))
+        assert scores[0, token] == 0
+        ids = torch.cat([ids, torch.tensor([[token]])], 1)
 
 
 def test_a_history_of_calls_needs_no_tools_in_the_request(served):

@@ -83,16 +83,39 @@ def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:
         functions = {choice.function.name: functions[choice.function.name]}
     if not functions:
         raise SettingsError("tool_choice: a tool must be called, but tools is empty")
-    calls = [
-        {
+    calls = []
+    for number, (name, function) in enumerate(functions.items()):
+        place = f"/anyOf/{number}" if len(functions) > 1 else ""
+        arguments = _moved(function.parameters, f"{place}/properties/arguments")
+        call = {
             "type": "object",
-            "properties": {"name": {"const": name}, "arguments": function.parameters or {"type": "object"}},
+            "properties": {"name": {"const": name}, "arguments": arguments or {"type": "object"}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for name, function in functions.items()
-    ]
+        calls.append(call)
     return (calls[0] if len(calls) == 1 else {"anyOf": calls}), "tool_choice"
+
+
+def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """A schema whose references to itself hold where it is a part of another schema.
+
+    "#/$defs/x" begins at the root of the whole schema, except in a schema with an "$id", which is a root itself.
+
+    Args:
+        schema: the schema.
+        place: the JSON pointer to it in the other one.
+    """
+    if "$id" in schema:
+        return schema
+
+    def move(part: dict[str, Any]) -> dict[str, Any]:
+        to = str(part.get("$ref"))
+        # Not "#name", which is an anchor and valid everywhere in the whole schema.
+        return part | {"$ref": f"#{place}{to[1:]}"} if to == "#" or to.startswith("#/") else part
+
+    moved: dict[str, Any] = json.loads(json.dumps(schema), object_hook=move)
+    return moved
 
 
 def with_tools(
