@@ -472,6 +472,14 @@ def test_what_cannot_be_honoured_is_refused_by_name(served, body, said):
     assert said in error["message"] or said in (error["param"] or "")
 
 
+def test_too_many_completions_are_refused_before_their_prompts_are_encoded(served, monkeypatch):
+    encoded = []
+    monkeypatch.setattr(served.server.ready, "encode", lambda *prompt: encoded.append(prompt) or [1])
+    assert post(served, status=400, prompt=["x"] * 5000)["error"]["param"] == "n"
+    assert chat(served, status=400, n=5000)["error"]["param"] == "n"
+    assert not encoded
+
+
 def test_unsupported_fields_are_refused_by_name(served):
     assert chat(served, status=400, top_logprobs=2)["error"]["param"] == "top_logprobs"
     assert chat(served, status=400, tool_choice="required")["error"]["param"] == "tool_choice"

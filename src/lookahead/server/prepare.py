@@ -106,6 +106,7 @@ class Preparer:
         several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         if body.echo and body.stream and body.logprobs is not None:
             raise SettingsError("echo: with logprobs it cannot be streamed; omit one of the three")
+        self._check_choices(body, len(prompt) if several else 1)
         requests = self._requests(
             body,
             [self.encode(text, "prompt") for text in (prompt if several else [prompt])],
@@ -128,6 +129,7 @@ class Preparer:
         call = demanded(body)
         if schema is not None and call is not None:
             raise SettingsError("tool_choice: a required tool and a response_format are mutually exclusive")
+        self._check_choices(body, 1)
         requests = self._requests(
             body,
             [self.chat_tokens(messages_of(body.messages), offered(body), body.reasoning_effort)],
@@ -161,6 +163,14 @@ class Preparer:
         device = str(self.llm.model.device).partition(":")[0]
         return f"lookahead-{__version__}-{self.llm.dtype}-{device}"
 
+    def _check_choices(self, body: Generating, prompts: int) -> None:
+        """Reject a request for too many completions, before its prompts are encoded."""
+        choices = (body.n or 1) * prompts
+        if choices > self.settings.max_choices:
+            raise SettingsError(
+                f"n: a request may have at most {self.settings.max_choices} completions, got {choices}"
+            )
+
     def _requests(
         self,
         body: Generating,
@@ -184,14 +194,9 @@ class Preparer:
         Raises:
             SettingsError: a field that is not supported here.
         """
-        n = body.n or 1
-        if n * len(prompts) > self.settings.max_choices:
-            raise SettingsError(
-                f"n: a request may have at most {self.settings.max_choices} completions, got {n * len(prompts)}"
-            )
         seed = random.getrandbits(62) if body.seed is None else body.seed
         requests = []
-        for index, ids in enumerate(ids for ids in prompts for _ in range(n)):
+        for index, ids in enumerate(ids for ids in prompts for _ in range(body.n or 1)):
             options = self._options(body, ids, max_tokens, schema)
             request = self.llm.prepare(ids, options, seed + index if options.sampled else None)
             if logprobs is not None:
