@@ -6,13 +6,20 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from lookahead.core import Engine, LookaheadError, Request, SettingsError
 from lookahead.drafters import Lookahead, Plain, as_drafter
 from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.server.grammar import Grammars
 from lookahead.server.prediction import Predicted
-from lookahead.server.protocol import Message
+from lookahead.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    TokenizeRequest,
+)
 from lookahead.server.tools import CallReader, messages_of, with_tools
 from lookahead.testing import FakeTarget, run
 from toy import tokenizer
@@ -197,6 +204,26 @@ def test_a_grammar_that_cannot_be_made_says_what_is_missing(monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SettingsError, match=r"pip install 'lookahead-decoding\[grammar\]'"):
         grammars.json({}, "response_format")
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "item"),
+    [
+        (CompletionRequest, "prompt", -1),
+        (CompletionRequest, "prompt", [-1]),
+        (CompletionRequest, "stop", 1),
+        (ChatRequest, "messages", {}),
+        (ChatRequest, "tools", {}),
+        (Message, "content", {}),
+        (Message, "tool_calls", {}),
+        (TokenizeRequest, "messages", {}),
+        (DetokenizeRequest, "tokens", -1),
+    ],
+)
+def test_a_long_list_of_wrong_items_has_few_errors(kind, field, item):
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate({field: [item] * 10_000})
+    assert error.value.error_count() < 20
 
 
 def test_tools_are_told_where_the_template_does_not():

@@ -6,14 +6,17 @@ Any other field is rejected by name.
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from ..options import DraftOptions, offered
 
 Text = Annotated[str, Field(max_length=1 << 22)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Item = TypeVar("Item")
+#: A list that is rejected at its first wrong item, because one body may have a million of them.
+Items = Annotated[list[Item], Field(fail_fast=True)]
+TokenIds = Annotated[Items[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 #: Names in other libraries and endpoints -> the equivalent fields here; the first that the endpoint has is suggested.
@@ -100,7 +103,7 @@ class TextPart(Strict):
     text: Text
 
 
-Content = Text | list[TextPart]
+Content = Text | Items[TextPart]
 
 
 def plain(content: Content | None) -> str:
@@ -183,7 +186,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     #: Response fields that clients send back; always empty here.
     refusal: None = None
@@ -233,7 +236,7 @@ class Generating(Strict):
     seed: int | None = Field(
         None, ge=-(1 << 63), lt=1 << 63, description="The same seed gives the same completion under any load."
     )
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = Field(
+    stop: Text | Annotated[Items[Text], Field(max_length=16)] | None = Field(
         None, description="Stop before this string, or the first of several."
     )
     response_format: ResponseFormat | None = Field(
@@ -262,8 +265,8 @@ class CompletionRequest(Generating):
     prompt: (
         Text
         | TokenIds
-        | Annotated[list[Text], Field(min_length=1)]
-        | Annotated[list[TokenIds], Field(min_length=1)]
+        | Annotated[Items[Text], Field(min_length=1)]
+        | Annotated[Items[TokenIds], Field(min_length=1)]
     ) = Field(description="A string, token ids, or a list of either.")
     echo: bool | None = Field(None, description="Put the prompt before the completion.")
     logprobs: int | None = Field(
@@ -274,7 +277,7 @@ class CompletionRequest(Generating):
 class ChatRequest(Generating):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] = Field(
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=4096)] = Field(
         description="The conversation so far."
     )
     max_completion_tokens: int | None = Field(None, ge=1, description="Another name for max_tokens.")
@@ -282,7 +285,7 @@ class ChatRequest(Generating):
     top_logprobs: int | None = Field(
         None, ge=0, le=20, description="Add the k most likely tokens to each; needs logprobs."
     )
-    tools: list[Tool] | None = Field(None, max_length=128, description="Functions that the model may call.")
+    tools: Items[Tool] | None = Field(None, max_length=128, description="Functions that the model may call.")
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None,
         description="Whether the model calls a function; required and a named function need the extra [grammar].",
@@ -298,11 +301,11 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: Text | None = Field(None, description="A string.")
-    messages: list[Message] | None = Field(None, description="Or a chat.")
+    messages: Items[Message] | None = Field(None, description="Or a chat.")
 
 
 class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1 << 17)]
+    tokens: Annotated[Items[Annotated[int, Field(ge=0)]], Field(max_length=1 << 17)]
