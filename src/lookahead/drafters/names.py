@@ -44,6 +44,8 @@ NAMES_ELSEWHERE = {
     "max_ngram": ("max_matching_ngram_size",),
 }
 OWN_NAMES = {other: own for own, others in NAMES_ELSEWHERE.items() for other in others}
+#: A whole number that may be a setting. int() raises an error for more than 4,300 digits.
+WHOLE = r"-?\d{1,18}"
 #: Settings of the authors' code that are not drafter settings here, and the alternatives.
 REFUSED = {
     "DIST_WORKERS": "start the processes with torchrun and load with parallel='lookahead'",
@@ -89,7 +91,7 @@ def _from_text(text: str) -> Drafter:
         if not equals and not _is_triple(part):
             raise SettingsError(
                 "a setting must be NAME=VALUE, or W,N,G (three whole numbers, as in 15,5,15), "
-                f"got {part!r} in {text!r}"
+                f"got {part!r:.80} in {text!r:.80}"
             )
         new = {key: _value(value)} if equals else _triple(part)
         if new.keys() & settings.keys() or (not equals and _is_triple(head)):
@@ -121,7 +123,7 @@ def _named(name: str) -> Drafter:
 
 
 def _is_triple(text: str) -> bool:
-    return re.fullmatch(r"\s*-?\d+\s*(,\s*-?\d+\s*){2}", text) is not None
+    return re.fullmatch(rf"\s*{WHOLE}\s*(,\s*{WHOLE}\s*){{2}}", text) is not None
 
 
 def _triple(text: str) -> dict[str, int]:
@@ -130,7 +132,7 @@ def _triple(text: str) -> dict[str, int]:
 
 def _value(text: str) -> Any:
     """A setting's value: a number, true, false, none, or text."""
-    if re.fullmatch(r"-?\d+", text):
+    if re.fullmatch(WHOLE, text):
         return int(text)
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
 

@@ -240,7 +240,8 @@ class Preparer:
     def _bias(self, bias: dict[str, float]) -> Callable[[Any, Any], Any]:
         row = torch.zeros(self.llm.vocabulary)
         for token, value in bias.items():
-            if not token.isdecimal() or int(token) >= self.llm.vocabulary:
+            # int() raises an error for more than 4,300 digits.
+            if not token.isdecimal() or len(token) > 18 or int(token) >= self.llm.vocabulary:
                 raise SettingsError(
                     f"logit_bias: token ids must be 0 to {self.llm.vocabulary - 1}, got {token!r:.40}"
                 )
