@@ -176,6 +176,25 @@ def test_log_probabilities_are_the_targets_own(served):
         assert len(entry["top_logprobs"]) == 2
 
 
+def test_an_echoed_prompt_does_not_block_the_event_loop(served, monkeypatch):
+    decode, decoded = served.llm.tokenizer.decode, []
+
+    def observed(ids, *rest, **more):
+        # Text of several tokens is detokenized elsewhere.
+        decoded.append((threading.current_thread().name, list(ids)))
+        return decode(ids, *rest, **more)
+
+    prompt = served.llm.encode("x = 1\n" * 30)
+    with monkeypatch.context() as patched:
+        patched.setattr(served.llm.tokenizer, "decode", observed)
+        shown = post(served, prompt=prompt, logprobs=0, echo=True, max_tokens=1)["choices"][0]["logprobs"]
+    for token in set(prompt):
+        (thread,) = {name for name, ids in decoded if ids == [token]}
+        assert thread.startswith("asyncio_")
+        assert sum(ids == [token] for _, ids in decoded) == 1
+    assert shown["tokens"][:-1] == [decode([token]) for token in prompt]
+
+
 def test_predictions_seed_the_drafter_and_leave_the_text(served):
     # Capital letters, which this tokenizer never merges, so that encoding the text gives the emitted tokens.
     options = {"max_tokens": 80, "logit_bias": {str(served.llm.encode(c)[0]): 60 for c in "ABCDEFGHIJKL"}}

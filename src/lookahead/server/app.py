@@ -126,7 +126,9 @@ async def _answer(
     finally:
         watcher.cancel()
         _close(server, answer, record)
-    return Response(json.dumps(answer.whole()), media_type="application/json")
+    # In a thread, because the log-probabilities of a long prompt take seconds.
+    content = await asyncio.to_thread(lambda: json.dumps(answer.whole()))
+    return Response(content, media_type="application/json")
 
 
 async def _watch(server: Server, request: Request, answer: Answer) -> None:

@@ -80,6 +80,8 @@ class Answer:
             "system_fingerprint": fingerprint,
         }
         self.requests = requests
+        #: The text of each token seen so far; an echoed prompt repeats its tokens.
+        self._texts: dict[int, str] = {}
         self.sequences: list[Sequence] = []
         self.parts = [
             Part(
@@ -152,7 +154,11 @@ class Answer:
 
     def token_text(self, token: int) -> str:
         """The text of a single token."""
-        return str(self.tokenizer.decode([token])) if self.tokenizer is not None else f"token_id:{token}"
+        if self.tokenizer is None:
+            return f"token_id:{token}"
+        if token not in self._texts:
+            self._texts[token] = str(self.tokenizer.decode([token]))
+        return self._texts[token]
 
     def whole(self) -> dict[str, Any]:
         """The whole answer, without streaming."""
