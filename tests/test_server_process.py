@@ -1,15 +1,21 @@
 """The real command starts, serves, ends streams properly on SIGTERM, and restarts after kill -9."""
 
 import json
+import os
 import re
 import signal
 import sys
+from contextlib import suppress
 from time import sleep
 
 import httpx
 import pytest
 
-from serving import save_tiny, started
+from lookahead.server import service
+from lookahead.server.app import serve
+from lookahead.server.settings import Settings
+from processes import forks
+from serving import address_in, save_tiny, started
 
 pytestmark = pytest.mark.slow
 
@@ -65,6 +71,31 @@ def test_it_comes_back_after_kill_and_ends_streams_properly(tmp_path):
         requests = [line for line in lines if line["event"] == "request"]
         assert [line["status"] for line in requests] == [200, 200]
         assert not any("prompts" in line or "texts" in line for line in requests)
+
+
+def serve_slowly(said):
+    """Serve a model that takes two minutes to load."""
+    service.load_with = lambda options: sleep(120)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal
+    with suppress(KeyboardInterrupt):
+        serve(Settings(port=0), said.send)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_server_that_still_loads(number):
+    received, said = forks().Pipe()
+    process = forks().Process(target=serve_slowly, args=(said,), daemon=True)
+    process.start()
+    try:
+        url = address_in([received.recv()])
+        with httpx.Client(base_url=url, transport=httpx.HTTPTransport(retries=9)) as client:
+            assert client.get("/health", timeout=60).status_code == 503
+        os.kill(process.pid, number)
+        process.join(30)
+        assert process.exitcode in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.join()
 
 
 @pytest.mark.parametrize(

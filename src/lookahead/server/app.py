@@ -205,7 +205,8 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
             await asyncio.sleep(0.05)
         yield
         server.loop.stop()
-        await asyncio.to_thread(server.loop.join)
+        if server.loop.engine is not None:  # loading cannot be interrupted, and ends with the process
+            await asyncio.to_thread(server.loop.join)
 
     # The application and its error handlers.
     app = FastAPI(title="lookahead", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
