@@ -1,5 +1,6 @@
 """The adaptive drafter's trees and learned state match the recorded ones, also with the JIT off."""
 
+import errno
 import gzip
 import json
 import os
@@ -293,3 +294,24 @@ def test_without_a_folder_to_write_to_the_code_is_compiled_in_each_process(monke
 
     assert double(3) == 6
     assert double(4) == 8
+
+
+def test_code_that_the_disk_has_no_room_for_is_compiled_and_used(monkeypatch):
+    from numba.core.caching import IndexDataCacheFile
+
+    from lookahead import jit as compiling
+
+    saves = []
+
+    def full(*arguments):
+        saves.append(arguments)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(IndexDataCacheFile, "save", full)
+
+    @compiling.entry
+    def triple(value):
+        return 3 * value
+
+    assert triple(3) == 9
+    assert saves

@@ -13,7 +13,7 @@ Only this module uses numba's internals; .github/workflows/numba.yml tests them 
 that pyproject.toml allows:
 
 - ``FunctionCache._index_key``, and the attribute ``_cache`` of a dispatcher and of a ``CFunc``, because the key that
-  ``cache=True`` uses cannot include other files
+  ``cache=True`` uses cannot include other files; ``FunctionCache.save_overload``, because an error ends the program
 - the class ``CFunc``, because ``numba.cfunc`` compiles immediately, without that cache
 - the option ``_nrt``
 - ``JITCodeLibrary``, the code of one function: numba optimizes a function alone and again in each caller, here once
@@ -316,6 +316,10 @@ class _Cache(FunctionCache):  # type: ignore[misc]  # numba has no types
 
     def _index_key(self, signature: Any, codegen: Any) -> Any:
         return signature, codegen.magic_tuple(), _digest_for(self._py_func.__code__.co_filename)
+
+    def save_overload(self, signature: Any, code: Any) -> None:
+        with suppress(OSError):  # on a full disk, the next process compiles the function again
+            super().save_overload(signature, code)
 
 
 def _keep_on_disk(code: Any, function: Callable[..., Any]) -> None:
