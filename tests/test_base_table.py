@@ -1,6 +1,8 @@
 """The base table: built from a model's own text, found by the last tokens, and validated when loaded."""
 
+import errno
 import json
+import os
 import zlib
 from collections import defaultdict
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from lookahead.drafters.adaptive.sources.base_table import ABSENT, NO_TRIE, STEP
 from lookahead.learning.self_text import Text
 from lookahead.learning.table import LEAST, SHORTER, WIDTH, Places, build, count_kinds, levels_of, trie_of
 from lookahead.sampling import Temperature
+from lookahead.targets import light_head
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, repetitive_text, run
 
 V = 70_000  # needs more than 16 bits
@@ -351,6 +354,20 @@ def test_the_table_of_a_model_is_found_by_its_sizes(saved, tmp_path, monkeypatch
     monkeypatch.setattr(base_files, "INCLUDED", learned.parent)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     assert base_files.find_base_table(config) == learned
+
+
+def test_a_home_folder_that_is_not_accessible_has_no_files(monkeypatch):
+    config, home, look = SimpleNamespace(vocab_size=V), "/root/.cache", os.stat
+
+    def refused(path, *more, **named):
+        if os.fspath(path).startswith(home):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return look(path, *more, **named)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", home)
+    monkeypatch.setattr(os, "stat", refused)
+    assert base_files.find_base_table(config) is None
+    assert light_head.find_head(SimpleNamespace(config=config)) is None
 
 
 def test_a_damaged_learned_table_is_replaced_by_the_included_one(saved, tmp_path, monkeypatch):

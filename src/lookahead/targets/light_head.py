@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -108,7 +109,7 @@ def own_head_file(model: Any) -> Path:
 def find_head(model: Any) -> Path | None:
     """The light head of a model: the one trained on this machine, else the included one, else None."""
     for file in (own_head_file(model), INCLUDED / own_head_file(model).name):
-        if file.is_file():
+        if os.path.isfile(file):  # Path.is_file may raise PermissionError; see ``table_files``
             return file
     return None
 

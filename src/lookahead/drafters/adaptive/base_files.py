@@ -41,7 +41,8 @@ def learned_file(config: Any) -> Path:
 def table_files(config: Any) -> list[Path]:
     """The tables of a model that exist: the learned one, then the included one."""
     files = learned_file(config), INCLUDED / f"{table_name(config)}.safetensors"
-    return [file for file in files if file.is_file()]
+    # Path.is_file raises PermissionError before Python 3.14 if the home folder is not accessible.
+    return [file for file in files if os.path.isfile(file)]
 
 
 def find_base_table(config: Any) -> Path | None:
