@@ -25,7 +25,8 @@ from lookahead.options import DraftOptions, LoadOptions, Options, option
 from processes import Command
 from toy import save
 
-FIELDS = {"id", "line", "output_ids", "text", "new_tokens", "steps", "rows", "seconds", "finish_reason"}
+RESULT = {"output_ids", "text", "new_tokens", "steps", "rows", "seconds", "finish_reason"}
+FIELDS = {"id", "line", "prompt_hash", *RESULT}
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -130,7 +131,7 @@ def test_generate_prints_one_json_object(model, llm):
     )
     record = json.loads(out)
     assert (code, err) == (0, "")
-    assert FIELDS - {"id", "line"} <= set(record)
+    assert set(record) >= RESULT
     assert record["prompt"] == PROMPT
     assert record["text"] == llm.generate(PROMPT, max_new_tokens=20).text
     assert record["compare"]["equal"] is True
@@ -320,6 +321,35 @@ def test_resume_refuses_other_settings_by_name(model, tmp_path):
     # Settings that affect no result may differ; from now on the latest run's settings apply.
     assert call(*base, *other, "--threads", 1)[0] == 0
     refused("--mix-settings needs --resume", *base, "--mix-settings")
+
+
+def test_resume_refuses_a_result_of_another_prompt(model, tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    base = ("generate", model, "--input", source, "--output", out, "--max-new-tokens", 3)
+    a, b, c = ({"prompt": text} for text in ("a b", "b c", "c d"))
+    prompts(source, a, b)
+    assert call(*base)[0] == 0
+    for changed in ((a, c), (c, a, b), (b,)):  # edited, inserted, removed
+        prompts(source, *changed)
+        refused(r"another prompt with id \d \(line \d\) .*; give every prompt an id", *base, "--resume")
+    prompts(source, a, b, c)
+    assert call(*base, "--resume")[0] == 0
+    assert [record["id"] for record in lines(out)] == [1, 2, 3]
+    # Records of earlier versions have no hash, and are compared as before.
+    old = [{name: value for name, value in record.items() if name != "prompt_hash"} for record in lines(out)]
+    out.write_text("".join(json.dumps(record) + "\n" for record in old))
+    prompts(source, a, c)
+    assert call(*base, "--resume")[0] == 0
+    assert lines(out) == old
+    # With ids, prompts may move, but not change.
+    a, b, c = ({"id": name, "prompt": f"{name} x"} for name in "abc")
+    prompts(source, a, b)
+    assert call(*base, "--overwrite")[0] == 0
+    prompts(source, c, b, a)
+    assert call(*base, "--resume")[0] == 0
+    assert [record["id"] for record in lines(out)] == ["a", "b", "c"]
+    prompts(source, c, b | {"prompt": "z"}, a)
+    refused('another prompt with id "b"', *base, "--resume")
 
 
 def test_results_are_not_overwritten_unasked(model, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -170,6 +171,11 @@ class Job:
         """Line, and id as JSON, so that 1, 1.0 and "1" are three ids."""
         return self.line, _text(self.id)
 
+    @property
+    def prompt_hash(self) -> str:
+        """A short hash of the prompt, which is in the record too."""
+        return hashlib.sha256(_text(self.prompt).encode()).hexdigest()[:12]
+
     def failed(self, error: str) -> dict[str, Any]:
         """The record of a line that could not be used."""
         return {"id": self.id, "error": error, "line": self.line}
@@ -208,15 +214,23 @@ def _job(number: int, line: bytes) -> Job:
 
 
 def still_to_do(jobs: Sequence[Job], records: Sequence[dict[str, Any]], output: Path) -> list[Job]:
-    """The jobs without a record. A record belongs to the job with the same line and id.
+    """The jobs without a record. A record belongs to the job with the same line, id and prompt.
 
-    If the input has changed, only the ids are compared.
+    If the input has changed, only ids and prompts are compared. Errors, and records of earlier versions, have no hash
+    of the prompt.
 
     Raises:
-        SettingsError: the input has changed, and ids are missing or not unique.
+        SettingsError: the input has changed, and ids are missing or not unique, or a prompt is not the one of the
+            record with its id.
     """
     done = {(record.get("line"), _text(record["id"])) for record in records}
-    if done <= {job.key for job in jobs}:
+    hashes = {
+        (record["line"], _text(record["id"])): record["prompt_hash"]
+        for record in records
+        if "prompt_hash" in record
+    }
+    same = all(hashes.get(job.key, job.prompt_hash) == job.prompt_hash for job in jobs)
+    if same and done <= {job.key for job in jobs}:
         return [job for job in jobs if job.key not in done]
     named: dict[str, list[int]] = {}
     for line, name in (job.key for job in jobs):
@@ -227,6 +241,15 @@ def still_to_do(jobs: Sequence[Job], records: Sequence[dict[str, Any]], output: 
                 f"--resume cannot tell which of the prompts with id {name} (lines {', '.join(map(str, lines))}) "
                 f"have results in {output}, whose records belong to other lines; "
                 "give every prompt a unique id, or use --overwrite"
+            )
+    # Without ids, the lines' numbers are compared, so a moved prompt is refused here.
+    hashed = {(name, prompt_hash) for (_, name), prompt_hash in hashes.items()}
+    known = {name for name, _ in hashed}
+    for job in jobs:
+        if job.key[1] in known and (job.key[1], job.prompt_hash) not in hashed:
+            raise SettingsError(
+                f"--resume found another prompt with id {job.key[1]} (line {job.line}) than the one with a result in "
+                f"{output}; give every prompt an id of its own, or use --overwrite"
             )
     return [job for job in jobs if job.key[1] not in {name for _, name in done}]
 
@@ -388,7 +411,7 @@ def _records(llm: LLM, jobs: list[Job], task: Task, options: dict[str, Any]) -> 
         if result.error is not None:
             yield job.failed(str(result.error))
             continue
-        record = {"id": job.id, "line": job.line} | as_record(result)
+        record = {"id": job.id, "line": job.line, "prompt_hash": job.prompt_hash} | as_record(result)
         if task.compare:
             plain = llm.generate(ids, **comparing.plainly(result.seed, options))
             record |= comparing.compare(llm, result, plain).as_dict()
