@@ -6,8 +6,10 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
+from torch import no_grad
 from torch.nn import Module
 
 import lookahead
@@ -17,7 +19,7 @@ from benchmarks.paper import parallel, sampling_quality
 from benchmarks.paper.study import Study
 from benchmarks.spec_bench import rows, write_answers
 from lookahead import LLM
-from lookahead.bench import ModelUnderTest, Prompt, Records, RunOptions, run, summarise
+from lookahead.bench import ModelUnderTest, Prompt, Records, RunOptions, methods, run, summarise
 from lookahead.bench.methods import Method, Outcome, default_methods, make_methods, split_methods
 from lookahead.bench.record import was_busy
 from lookahead.bench.report import page_of, unequal_text, write_report
@@ -25,6 +27,7 @@ from lookahead.bench.run import loop_free
 from lookahead.core import SettingsError, Stats
 from lookahead.drafters import METHODS
 from lookahead.drafters.adaptive.base_files import learned_file
+from lookahead.integrations.llamacpp.model import LlamaCppModel
 from lookahead.testing import FakeTarget, tiny_model
 
 CYCLE = list(range(16))
@@ -599,6 +602,29 @@ def test_records_name_the_table_and_head_that_drafters_found(monkeypatch, tmp_pa
     second = run([], [[1, 2, 3]], model, RunOptions(max_new_tokens=4))
     assert list(second[0]["learned"]) == ["table"]
     assert second[0]["key"] != first[0]["key"]
+
+
+def test_records_of_other_weights_or_another_engine_are_not_reused(tmp_path, monkeypatch):
+    """Two models of one name and one size, and one GGUF file in llama.cpp with other options."""
+    options = RunOptions(max_new_tokens=4)
+    model = tiny_model()
+    first, again = (run([], [[1, 2, 3]], ModelUnderTest.of(LLM(model)), options) for _ in range(2))
+    assert again[0]["key"] == first[0]["key"]
+    with no_grad():
+        model.get_input_embeddings().weight.mul_(2)
+    second = run([], [[1, 2, 3]], ModelUnderTest.of(LLM(model)), options)
+    assert second[0]["key"] != first[0]["key"]
+    # llama.cpp reads the weights from the file.
+    of_llama_cpp, sums = object.__new__(LlamaCppModel), set()
+    of_llama_cpp.loaded = SimpleNamespace(file=tmp_path / "model.gguf")
+    for content in (bytes(1 << 18), bytes((1 << 18) - 16) + b"\x01" * 16):
+        of_llama_cpp.loaded.file.write_bytes(content)
+        sums.add(ModelUnderTest("model.gguf", FakeTarget(16), of_llama_cpp).weights())
+    assert len(sums) == 2
+    monkeypatch.setattr(methods, "load", lambda path, **given: LLM(model))
+    one, other = (methods.load_model(None, engine="llama.cpp", ctx_size=size) for size in (256, 512))
+    keys = {run([], [[1, 2, 3]], each, options)[0]["key"] for each in (one, other)}
+    assert len(keys) == 2
 
 
 def test_llama_cpps_server_reports_totals():

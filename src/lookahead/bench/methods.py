@@ -16,21 +16,27 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from ..core import Drafter, Engine, Request, SettingsError, Stats, Target
 from ..drafters import Adaptive, Lookahead, NGramPool, Plain, as_drafter
 from ..drafters.checks import all_settings
 from ..drafters.names import METHODS
 from ..engine.admission import Admission
 from ..engine.processors import make_process
+from ..integrations.llamacpp.model import LlamaCppModel
 from ..llm import LLM
 from ..loading import load
-from ..options import Options
+from ..options import OF_LLAMA_CPP, Options
 from ..sampling import SeededNoise, make_choose
+from ..targets.fingerprint import checksum
 from ..targets.limits import Probe
 
 #: Plain decoding, with which every other method is compared.
 PLAIN = Plain.name
 UNLIMITED = 1 << 30
+#: The most elements of one tensor in ``ModelUnderTest.weights``.
+SAMPLES = 1 << 16
 
 
 @dataclass(slots=True)
@@ -47,6 +53,7 @@ class ModelUnderTest:
     gguf: str | None = None  # the file that the model was read from, if it is a GGUF file
     parameter_count: int | None = None  # the number of its weights; None if there is only a target
     probe: Probe | None = None  # that of ``LLM``; None if there is only a target
+    loading: dict[str, Any] = field(default_factory=dict)  # device and options of llama.cpp, for the records
     _admission: tuple[Target, Admission] | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -73,6 +80,17 @@ class ModelUnderTest:
             self._admission = target, Admission(self.model, self.probe, lambda: target)
         return self._admission[1](request, target)
 
+    def weights(self) -> int | None:
+        """A checksum of samples of the weights: models of one name may differ. None if there is only a target."""
+        if isinstance(self.model, LlamaCppModel):
+            file = self.model.loaded.file
+            tensors = [torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)]
+        elif hasattr(self.model, "parameters"):
+            tensors = [weight.detach().reshape(-1) for weight in self.model.parameters()]
+        else:
+            return None
+        return checksum(weight[:: len(weight) // SAMPLES + 1] for weight in tensors)
+
     def learned(self) -> dict[str, str]:
         """Digests of the base table and of the light head that drafters find for the model, by kind."""
         from ..drafters.adaptive.base_files import find_base_table
@@ -92,6 +110,8 @@ def load_model(path_or_id: str | None = None, path: str = "auto", **options: Any
         llm.name = file.resolve().name  # records must not reveal this machine's folders
     model = ModelUnderTest.of(llm, path)
     model.gguf = str(file) if file.suffix == ".gguf" else None
+    given = {name: options.get(name) for name in ("device", "engine", *OF_LLAMA_CPP)}
+    model.loading = {name: str(value) for name, value in given.items() if value is not None}
     return model
 
 

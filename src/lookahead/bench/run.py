@@ -145,7 +145,8 @@ def _common_fields(model: ModelUnderTest, options: RunOptions) -> Record:
     """The fields that all records of a run share."""
     setup = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")}
     common = {"model": model.name, "dtype": model.dtype, "path": model.target.path, "options": setup}
-    return common | environment() | {"learned": model.learned()}
+    files = {"weights": model.weights(), "learned": model.learned()}
+    return common | {"loading": model.loading} | environment() | files
 
 
 def _identifying_fields(key: str, repeat: int, prompt: Prompt, turn: int, method: Method) -> Record:

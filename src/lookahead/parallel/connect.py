@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..core import LookaheadError, SettingsError, Target
 from ..core.errors import first_line
+from ..targets.fingerprint import checksum
 from .wire import Link
 
 #: Seconds of silence after which rank 0 considers another rank hung; the others end within twice that.
@@ -179,7 +180,7 @@ def check_same_model(connections: Connections, target: Target, model: Any = None
         "dtype": zlib.crc32(str(first.dtype).encode()),
         "device type": zlib.crc32(first.device.type.encode()),
         "target": zlib.crc32(type(target).__name__.encode()),
-        "model checksum": _checksum(tensors),
+        "model checksum": checksum(tensors),
     }
     ours, *others = _gather(list(facts.values()))
     if not ours:
@@ -198,18 +199,6 @@ def dismiss(connections: Connections) -> None:
     """End the other ranks. Rank 0 calls this instead of ``join`` if there is nothing to decode."""
     _gather([])
     connections.close()
-
-
-def _checksum(tensors: list[torch.Tensor]) -> int:
-    """A checksum of the tensors' bits, computed on their devices."""
-    total = 0
-    for number, tensor in enumerate(tensors, 1):
-        integers: torch.dtype = getattr(torch, f"int{8 * tensor.element_size()}")
-        bits = tensor.detach().contiguous().view(-1).view(integers)
-        # Count the first half once more, so that the order of the weights matters.
-        both = int(bits.sum(dtype=torch.int64)) * 3 + int(bits[: bits.numel() // 2].sum(dtype=torch.int64))
-        total = (total * 31 + both * number) % ((1 << 61) - 1)
-    return total
 
 
 def _refuse_split_models(model: Any) -> None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Container, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
 
 #: Types of module attributes that are compared by value.
 PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
@@ -45,6 +48,20 @@ def forget(model: Any, prefix: str = "") -> None:
 def refreshes(model: Any) -> int:
     """How often all results of a model were dropped because of changes that its fingerprint does not show."""
     return _refreshes.get(model, 0)
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """A checksum of the tensors' bits, computed on their devices."""
+    import torch
+
+    total = 0
+    for number, tensor in enumerate(tensors, 1):
+        integers: torch.dtype = getattr(torch, f"int{8 * tensor.element_size()}")
+        bits = tensor.detach().contiguous().view(-1).view(integers)
+        # Count the first half once more, so that the order of the weights matters.
+        both = int(bits.sum(dtype=torch.int64)) * 3 + int(bits[: bits.numel() // 2].sum(dtype=torch.int64))
+        total = (total * 31 + both * number) % ((1 << 61) - 1)
+    return total
 
 
 #: The module of transformers' hooks that capture hidden states and attentions. They stay on a model after a call with
