@@ -238,6 +238,17 @@ def test_a_token_that_is_not_there_is_refused() -> None:
         target.prefill([(0, [1, 97])])
 
 
+def test_a_position_beyond_the_learned_ones_is_refused() -> None:
+    """Rotary positions have no end, but a row past the table of GPT-2 would read foreign memory."""
+    compiled().prefill([(0, prompt(20))])
+    target = compiled("gpt2", max_position_embeddings=16)
+    with pytest.raises(IndexError, match="learned positions for 16 tokens, got 17"):
+        target.prefill([(0, prompt(17))])
+    target.prefill([(1, prompt(16))])
+    with pytest.raises(IndexError, match="got 17"):
+        target.forward([(1, TokenTree(5))])
+
+
 def test_logits_outlive_the_next_step() -> None:
     target = compiled()
     target.prefill([(0, prompt(5))])

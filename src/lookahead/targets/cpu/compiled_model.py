@@ -111,15 +111,19 @@ class CompiledModel:
             blueprint.head, memory, blueprint.head_factor, cap=blueprint.head_cap, padding=float("-inf")
         )
         # The embeddings.
+        self._position_count = 0  # no learned positions
         if blueprint.position_embedding is not None:
             plan["position_embedding"] = self._address(blueprint.position_embedding)
+            self._position_count = len(blueprint.position_embedding)
         plan["embedding_scale"] = blueprint.embedding_factor
         embedding = blueprint.embedding
+        self._token_count = self.vocabulary
         if isinstance(embedding, PackedLinear):
             self._kept.append(embedding)
             plan["embedding"] = self._address(embedding.with_code(decoder_address))
         else:
             plan["embedding"] = self._address(embedding)
+            self._token_count = min(self.vocabulary, len(embedding))  # the head may have more rows
         # Sizes and strides.
         # Those of logits, of the largest logits of groups, and of the best tokens and their log-odds.
         self.top = min(TOP, self.vocabulary)
@@ -267,10 +271,18 @@ class CompiledModel:
             hidden: whether to keep the hidden states of the rows that are read.
 
         Raises:
-            IndexError: a token is not in the vocabulary.
+            IndexError: a token has no embedding, or a position has no learned embedding.
         """
-        if min(tokens) < 0 or max(tokens) >= self.vocabulary:
-            raise IndexError(f"tokens must be 0 to {self.vocabulary - 1}, got {max(tokens)} or {min(tokens)}")
+        # Compiled code reads both tables without a check.
+        if min(tokens) < 0 or max(tokens) >= self._token_count:
+            raise IndexError(
+                f"tokens must be 0 to {self._token_count - 1}, got {max(tokens)} or {min(tokens)}"
+            )
+        if self._position_count and max(positions) >= self._position_count:
+            raise IndexError(
+                f"the model has learned positions for {self._position_count} tokens, "
+                f"got {max(positions) + 1}; shorten the prompt or generate fewer tokens"
+            )
         pool = thread_pool(thread_count())
         # If anything raises, the state is not reused, because after an interrupt helpers may still be working on it.
         try:
