@@ -251,6 +251,43 @@ def test_byte_level_tokens_equal_those_of_transformers(pre):
         assert ours.decode(ours.encode(text).ids) == theirs.decode(theirs.encode(text).ids)
 
 
+def test_control_tokens_outside_the_byte_alphabet_are_whole():
+    """As in llama.cpp, in distills of DeepSeek-R1; transformers splits them into bytes."""
+    alphabet = list(byte_alphabet().values())
+    special = [
+        "<｜begin▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        "<｜User｜>",
+        "<|end|>",
+        "<｜tool｜>",
+        "東",
+    ]
+    tokens = [*alphabet, *special]
+    begin, end, user, turn, tool, ordinary = range(len(alphabet), len(tokens))
+    metadata = {
+        "general.architecture": "qwen2",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "deepseek-r1-qwen",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [*[1] * len(alphabet), 3, 3, 3, 4, 4, 1],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.bos_token_id": begin,
+        "tokenizer.ggml.eos_token_id": end,
+        "tokenizer.ggml.padding_token_id": ordinary,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": "<｜User｜>{{ message }}<|end|>",
+    }
+    tokenizer = GGUFTokenizer(build_tokenizer(metadata), metadata)
+    ids = tokenizer("<｜User｜>é<｜tool｜><|end|><｜end▁of▁sentence｜>").input_ids
+    e_acute = [tokens.index(byte_alphabet()[byte]) for byte in "é".encode()]
+    assert ids == [begin, user, *e_acute, tool, turn, end]
+    # <|end|> is user-defined, but it ends a turn.
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "é<｜tool｜>"
+    assert tokenizer.decode(ids) == "<｜begin▁of▁sentence｜><｜User｜>é<｜tool｜><|end|><｜end▁of▁sentence｜>"
+    assert tokenizer.as_transformers("é").input_ids == [begin, *e_acute]
+    assert len(tokenizer.as_transformers) == len(tokenizer) == len(tokens)
+
+
 def test_merges_of_a_vocabulary():
     """Better tokens come first; for "abc", the split with the longer left part comes first."""
     merges = merges_of(["a", "b", "c", "ab", "bc", "abc"], [0, -1, -2, -3, -4, -5])

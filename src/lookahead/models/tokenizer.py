@@ -98,7 +98,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
     _check_vocabulary(metadata)
     try:
         tokenizer = make(metadata)
-        _add_whole_tokens(tokenizer, metadata, byte_level=kind == "gpt2")
+        _add_whole_tokens(tokenizer, metadata)
         _begin_with_bos(tokenizer, metadata)
     except SettingsError:
         raise
@@ -168,8 +168,11 @@ def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "")
     alphabet = byte_alphabet()
     spelled = re.compile("[" + re.escape("".join(alphabet.values())) + "]*").fullmatch
+    whole = _whole_tokens(metadata)  # these are written as they are, such as "<｜User｜>" of DeepSeek
     vocabulary = {
-        token if spelled(token) else "".join(alphabet[byte] for byte in token.encode()): index
+        token
+        if index in whole or spelled(token)
+        else "".join(alphabet[byte] for byte in token.encode()): index
         for index, token in enumerate(metadata["tokenizer.ggml.tokens"])
     }
     tokenizer = _bpe(
@@ -263,31 +266,32 @@ def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str,
     return merges
 
 
-def _add_whole_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], byte_level: bool) -> None:
-    """Add tokens that are never split: control tokens, which decoding may skip, and user-defined tokens.
+def _whole_tokens(metadata: Mapping[str, Any]) -> dict[int, bool]:
+    """The tokens that are never split, and whether decoding may skip each: control and end tokens, not user-defined
+    ones.
 
-    In a byte-level vocabulary, tokens are written in the byte alphabet; a control token outside it was marked by
-    mistake.
+    Some files mark the end of a turn as user-defined; llama.cpp treats it as a control token as well.
     """
+    types = np.atleast_1d(metadata.get("tokenizer.ggml.token_type", ()))
+    ends = end_tokens(metadata)
+    return {
+        index: bool(types[index] == CONTROL or index in ends)
+        for index in np.flatnonzero(np.isin(types, (CONTROL, USER_DEFINED))).tolist()
+    }
+
+
+def _add_whole_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
+    """Add the tokens that are never split."""
     from tokenizers import AddedToken
 
     tokens = metadata["tokenizer.ggml.tokens"]
-    types = metadata.get("tokenizer.ggml.token_type", ())
-    alphabet = set(byte_alphabet().values())
-    control = [
-        AddedToken(token, normalized=False, special=True)
-        for token, kind in zip(tokens, types, strict=False)
-        if kind == CONTROL and (not byte_level or alphabet.issuperset(token))
+    added = [
+        AddedToken(tokens[index], normalized=False, special=special)
+        for index, special in _whole_tokens(metadata).items()
+        if tokenizer.token_to_id(tokens[index]) is not None  # Gemma's spaces have another spelling here
     ]
-    user_defined = [
-        AddedToken(token, normalized=False, special=False)
-        for token, kind in zip(tokens, types, strict=False)
-        if kind == USER_DEFINED and tokenizer.token_to_id(token) is not None
-    ]
-    if control:
-        tokenizer.add_special_tokens(control)
-    if user_defined:
-        tokenizer.add_tokens(user_defined)
+    if added:
+        tokenizer.add_tokens(added)
 
 
 def _begin_with_bos(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
@@ -332,8 +336,10 @@ class GGUFTokenizer:
     def __init__(self, backend: Tokenizer, metadata: Mapping[str, Any]) -> None:
         self.backend_tokenizer = backend
         self.chat_template: str | None = metadata.get("tokenizer.chat_template")
-        self.bos_token, self.eos_token = _token(metadata, "bos"), _token(metadata, "eos")
-        self.unk_token, self.pad_token = _token(metadata, "unknown"), _token(metadata, "padding")
+        roles = (_token(metadata, name) for name in ("bos", "eos", "unknown", "padding"))
+        # transformers would add a token that is spelled differently here, with an id beyond the vocabulary.
+        known = (token if token and backend.token_to_id(token) is not None else None for token in roles)
+        self.bos_token, self.eos_token, self.unk_token, self.pad_token = known
         self.eos_token_id: int | None = metadata.get("tokenizer.ggml.eos_token_id")
         self._add_bos_token = backend.post_processor is not None
 
