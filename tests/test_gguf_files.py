@@ -18,7 +18,7 @@ from gguf_files import (
 )
 from lookahead.models.gguf import GGUFFile
 from lookahead.models.gguf_families import GGUF_NAMES
-from lookahead.models.gguf_settings import read_settings
+from lookahead.models.gguf_settings import RotaryTable, read_settings
 
 MIXED = ("Q4_K", "Q6_K", "Q8_0", "Q5_K", "Q4_0", "BF16", "Q5_1", "Q4_1", "Q5_0", "F16", "F32")
 PROMPT = [5, 17, 40, 41, 99, 40, 41, 7, 8, 5, 17, 40]
@@ -111,6 +111,25 @@ def test_frequencies_of_llama_3(tmp_path):
     plain, scaled = (reference_model(tmp_path / f"{name}.gguf") for name in ("plain", "scaled"))
     assert not torch.allclose(logits(plain, PROMPT), logits(scaled, PROMPT), atol=1e-2)
     assert decoded(tmp_path / "scaled.gguf")["rope_freqs.weight"].tolist() == factors
+
+
+@pytest.mark.parametrize(
+    ("scaling", "factor"),
+    [
+        ({}, 1),
+        ({"scaling.factor": 4.0}, 4),
+        ({"scale_linear": 2.0}, 2),
+        ({"scaling.factor": 0.0, "scale_linear": 2.0}, 2),
+        ({"scaling.type": "linear", "scaling.factor": 4.0, "scale_linear": 2.0}, 4),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, 1),
+    ],
+)
+def test_positions_are_scaled_linearly_by_default(scaling, factor, tmp_path):
+    """As in llama.cpp; old files have another key."""
+    write_gguf(tmp_path / "tiny.gguf", "llama")
+    file = GGUFFile(tmp_path / "tiny.gguf")
+    file.metadata.update({f"llama.rope.{key}": value for key, value in scaling.items()})
+    assert read_settings(file).tables == (RotaryTable(500000.0, factor),)
 
 
 def test_the_rows_of_queries_are_permuted(tmp_path):

@@ -152,7 +152,7 @@ def _rotary(
     rotates = [read.names.rotates(layer) for layer in range(sizes.layer_count)]
     if not any(rotates):
         return (), (0,) * sizes.layer_count
-    kind = read.get("rope.scaling.type", "none")
+    kind = read.get("rope.scaling.type", "linear")  # as in llama.cpp
     if not isinstance(kind, str) or kind not in ("none", "linear"):
         raise Unsupported(
             f"the compiled path does not support rotary positions of type {kind!r:.60} in GGUF files"
@@ -160,7 +160,9 @@ def _rotary(
     for name in FACTORS_BY_LENGTH:
         if name in read.file.tensors:
             raise Unsupported(f"rotary positions that change with the sequence length ({name})")
-    factor = float(read.number("rope.scaling.factor", 1.0)) if kind == "linear" else 1.0
+    factor = 1.0
+    if kind == "linear":  # old files have the second key; the factor 0 means none
+        factor = float(read.number("rope.scaling.factor", 0) or read.number("rope.scale_linear", 0) or 1.0)
     tables = [RotaryTable(read.setting("rope_theta", 10000.0), factor)]
     if read.architecture == "gemma3":
         tables.append(RotaryTable(read.setting("rope_local_base_freq", 10000.0)))
