@@ -93,7 +93,15 @@ def test_a_wrong_number_is_refused(values, match, dtype, whole, loader, tmp_path
     assert re.search(match, outcome.message), outcome.message
 
 
-@pytest.mark.parametrize("values", [{}, {"llama.context_length": 200}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"llama.context_length": 200},
+        {f"tokenizer.ggml.{name}_token_id": 0xFFFFFFFF for name in ("bos", "eos")},  # a missing token
+    ],
+    ids=described,
+)
 def test_a_right_number_is_not(values, whole, loader, tmp_path):
     outcome = loader.load(changed(whole, values, tmp_path / "x.gguf"))
     assert outcome == loader.expected[str(whole), None]

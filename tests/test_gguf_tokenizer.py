@@ -232,6 +232,12 @@ def test_the_end_of_a_turn_ends_a_completion():
     assert end_tokens(harmony | {"tokenizer.ggml.tokens": [*tokens, "<|return|>"]}) == [1]
 
 
+def test_a_missing_end_token_is_none():
+    metadata = SENTENCEPIECE | {"tokenizer.ggml.eos_token_id": 0xFFFFFFFF}  # -1, unsigned
+    tokenizer = GGUFTokenizer(build_tokenizer(metadata), metadata)
+    assert tokenizer.eos_token is tokenizer.eos_token_id is tokenizer.as_transformers.eos_token_id is None
+
+
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "gpt-2", None])
 def test_byte_level_tokens_equal_those_of_transformers(pre):
     alphabet = list(byte_alphabet().values())

@@ -64,6 +64,8 @@ _COUNTS = (
 )
 #: Tokens that begin or end a sequence.
 _ROLES = ("bos", "eos", "eot", "eom")
+#: Some files write -1 as an unsigned number for a missing token.
+MISSING_TOKEN = 0xFFFFFFFF
 
 
 def contradiction(file: GGUFFile, what: str) -> SettingsError:
@@ -289,7 +291,7 @@ def _check_vocabulary(file: GGUFFile, architecture: str) -> tuple[int, int]:
     for role in _ROLES:
         key = f"tokenizer.ggml.{role}_token_id"
         token = file.metadata.get(key, 0)
-        if not isinstance(token, int) or not 0 <= token < vocabulary:
+        if not isinstance(token, int) or not (0 <= token < vocabulary or token == MISSING_TOKEN):
             raise contradiction(file, f"{key} must be a token from 0 to {vocabulary - 1}, got {token!r:.60}")
     return vocabulary, hidden
 

@@ -340,7 +340,8 @@ class GGUFTokenizer:
         # transformers would add a token that is spelled differently here, with an id beyond the vocabulary.
         known = (token if token and backend.token_to_id(token) is not None else None for token in roles)
         self.bos_token, self.eos_token, self.unk_token, self.pad_token = known
-        self.eos_token_id: int | None = metadata.get("tokenizer.ggml.eos_token_id")
+        end = metadata.get("tokenizer.ggml.eos_token_id")
+        self.eos_token_id: int | None = end if _token(metadata, "eos") is not None else None
         self._add_bos_token = backend.post_processor is not None
 
     def __call__(self, text: Any, add_special_tokens: bool = True, **options: Any) -> Any:
