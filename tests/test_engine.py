@@ -19,7 +19,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import lookahead
 from families import tiny_model
@@ -329,6 +330,29 @@ def test_an_unfinished_character_at_the_end_reads_as_decode_says():
 def test_a_prompt_that_ends_inside_a_character():
     tokens = by_bytes("é!")
     assert pieces(TextDecoder(TOKENIZER, tokens[:1]), tokens[1:]) == ["é", "!"]
+
+
+@pytest.mark.parametrize("characters", range(1, 9))
+@pytest.mark.parametrize("character", ["é", "東", "🙂"])
+def test_runs_of_characters_that_fall_back_to_bytes(character, characters):
+    """SentencePiece decodes a run of bytes as a whole, so a window may not begin inside a character."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁done"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    sentencepiece = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    sentencepiece.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=sentencepiece)
+    run = [1 + byte for byte in (character * characters).encode()]
+    whole = [*run, vocabulary["▁done"]]
+    assert wrapped.decode(whole) == character * characters + " done"
+    for begin in range(len(run)):  # as a prompt, and then as text
+        text = TextDecoder(wrapped, whole[:begin])
+        shown = "".join(pieces(text, whole[begin:]))
+        complete = begin // len(character.encode())
+        assert shown == character * (characters - complete) + " done"
+        text.finish()
+        assert text.drain() == ""
 
 
 def test_streamed_pieces_are_the_text_and_the_text_is_what_decode_says(llm):

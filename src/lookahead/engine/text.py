@@ -32,17 +32,15 @@ class TextDecoder:
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self.stops = stop
-        self._window = list(prompt[-CONTEXT:])
+        self._window, self._shown = self._end_of(list(prompt[-LONGEST_WINDOW:]))
         self._known = len(self._window)
-        # If the prompt ends inside a character, the text begins with that character.
-        self._shown = self._decode().rstrip(INCOMPLETE)
         self._held = self._ready = self.text = ""
         self.stopped: str | None = None
 
     def push(self, token: int) -> bool:
         """Append a token. Returns whether a stop string is complete."""
         self._window.append(token)
-        text = self._decode()
+        text = self._decode(self._window)
         if not text.endswith(INCOMPLETE) or len(self._window) - self._known >= LONGEST_WINDOW:
             self._take(text)
         return self.stopped is not None
@@ -50,7 +48,7 @@ class TextDecoder:
     def finish(self) -> None:
         """End the text: an unfinished character becomes U+FFFD, and text that was held back is released."""
         if len(self._window) > self._known:
-            self._take(self._decode())
+            self._take(self._decode(self._window))
         if self.stopped is None:
             self._ready += self._held
         self._held = ""
@@ -61,20 +59,43 @@ class TextDecoder:
         self.text += piece
         return piece
 
-    def _decode(self) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         if self._tokenizer is None:
             return ""
         text: str = self._tokenizer.decode(
-            self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+    def _end_of(self, prompt: list[int]) -> tuple[list[int], str]:
+        """The window at the end of a prompt, and the window's complete characters.
+
+        If the prompt ends inside a character, the text begins with that character. A window must not begin inside
+        one, because SentencePiece decodes a run of bytes as a whole: one incomplete character makes all of them
+        U+FFFD.
+        """
+        for size in range(min(CONTEXT, len(prompt)), len(prompt) + 1):
+            window = prompt[len(prompt) - size :]
+            text = self._decode(window)
+            for end in range(size, max(size - 4, -1), -1):
+                shown = self._decode(window[:end])
+                if not shown.startswith(INCOMPLETE) and not shown.endswith(INCOMPLETE):
+                    # The first token of an unfinished character may also contain complete ones.
+                    return window, max(shown, text.rstrip(INCOMPLETE), key=len)
+        window = prompt[-CONTEXT:]  # bytes that are not text
+        return window, self._decode(window).rstrip(INCOMPLETE)
 
     def _take(self, text: str) -> None:
         """Release the window's ``text``. The newest tokens stay in the window as context for the following tokens."""
         held = self._held + text[len(self._shown) :]
-        self._window = self._window[-CONTEXT:]
-        self._known = len(self._window)
-        self._shown = self._decode()
+        for size in range(CONTEXT, LONGEST_WINDOW):
+            window = self._window[-size:]
+            self._shown = self._decode(window)
+            # See ``_end_of``; broken bytes of the text itself are shown as they are.
+            if not self._shown.startswith(INCOMPLETE) or text.endswith(self._shown):
+                break
+        self._window = window
+        self._known = len(window)
         if self.stopped is not None:
             return
         matches = [(held.find(stop), -len(stop), stop) for stop in self.stops if stop in held]
