@@ -3,6 +3,8 @@
 import fcntl
 import os
 import stat
+import struct
+import zipfile
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -103,6 +105,30 @@ def test_damage_inside_compressed_data_is_said(tmp_path):
     spoil(tmp_path / "state")
     with pytest.raises(SettingsError, match="is not a saved state"):
         AdaptiveState.load(tmp_path / "state")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({1 << 40},)}}",
+        "{'descr': '<i4,(', 'fortran_order': False, 'shape': (1,)}",
+        "{'descr': '''",
+        "-" * 9000 + "1",
+        "{'descr': '<i4', 'fortran_order': False, 'shape': (2,)}\n" + "x" * 8,
+    ],
+    ids=["MemoryError", "SyntaxError", "TokenError", "MemoryError-in-the-parser", "TypeError"],
+)
+def test_a_malformed_header_is_one_line(header, tmp_path):
+    file = tmp_path / "part-000000.npz"
+    text, _, data = header.partition("\n")
+    member = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode() + data.encode()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in ("format", "lengths"):
+            archive.writestr(f"{name}.npy", member)
+    with pytest.raises(SettingsError, match=r"is not a saved state .*: .+"):
+        AdaptiveState.load(file)
+    with pytest.raises(SettingsError, match=r"part-000000.npz must be a part .*\(.+\); delete it"):
+        Folder(tmp_path)
 
 
 def test_a_template_that_rejects_a_lone_user_turn_is_one_line(tmp_path):

@@ -21,8 +21,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -38,6 +36,7 @@ from ..core import Choose, OutOfMemory, Scores, SettingsError, TokenTree
 from ..core.errors import first_line
 from ..core.verify import as_choose
 from ..drafters import Plain
+from ..drafters.adaptive.state import MALFORMED
 from ..engine.prompts import has_chat_template
 from ..options import Options
 from ..records import check_writable, not_writable
@@ -343,8 +342,9 @@ def read_part(file: Path) -> Iterator[Text]:
         total = int(part["prompts"].sum()) + positions
         if len(part["tokens"]) != total or not len(part["ids"]) == len(part["logprobs"]) == positions:
             raise ValueError("its arrays have inconsistent lengths")
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise SettingsError(f"{file} must be a part of a model's own text ({error}); delete it") from None
+    except MALFORMED as error:
+        why = first_line(error)
+        raise SettingsError(f"{file} must be a part of a model's own text ({why}); delete it") from None
 
     # Split them into texts.
     begin = position = 0

@@ -7,6 +7,7 @@ passes it. The caller chooses the state's scope.
 from __future__ import annotations
 
 import os
+import tokenize
 import zipfile
 import zlib
 from functools import cached_property
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ...core import SettingsError
+from ...core.errors import first_line
 from .calibration import ORDERS, count_guesses, load, new_calibration
 from .settings import AdaptiveSettings
 from .sources.base_table import BaseTable
@@ -34,6 +36,21 @@ NAMES = ("greedy", "sampled")
 SAVED = ("matches", "logits", "base", "pairs", "joint")
 #: The largest number of tokens per entry that can be loaded.
 MAX_WIDTH = 64
+#: What numpy and zipfile raise for malformed .npz files. A header's shape may exceed the memory, its text is parsed
+#: as Python, and a member may be encrypted (RuntimeError).
+MALFORMED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    OSError,
+    EOFError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 class Tables:
@@ -158,8 +175,9 @@ class AdaptiveState:
                         state._unpack(arrays, NAMES[sampled], state.tables(sampled))
         except SettingsError:
             raise
-        except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise SettingsError(f"{path} is not a saved state of the adaptive drafter: {error}") from error
+        except MALFORMED as error:
+            why = first_line(error)
+            raise SettingsError(f"{path} is not a saved state of the adaptive drafter: {why}") from error
         return state
 
     def _unpack(self, arrays: Any, name: str, tables: Tables) -> None:
