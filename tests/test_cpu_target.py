@@ -194,6 +194,18 @@ def test_logits_are_those_of_the_transformers_target(family: str) -> None:
         assert worst(a, b, [0]) < 2e-5
 
 
+@pytest.mark.parametrize("family", ["mistral-sliding", "phi3-partial-rotary-sliding", "starcoder2"])
+def test_classes_with_one_mask_have_the_window_in_every_layer(family: str) -> None:
+    """They ignore the types of layers in the config."""
+    model = tiny(family, layer_types=["full_attention"] * 4)
+    target = make_target(model)
+    assert target.path == "cpu", target.reason
+    (scores,) = target.prefill([(0, prompt(23))])
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt(23)])).logits[0, -1]
+    assert difference(scores.row(0), expected) < 2e-5
+
+
 #: Config fields that change what a model computes, with an alternative value: (family, field, value).
 FIELDS = [
     ("llama", "rope_parameters", {"rope_type": "default", "rope_theta": 100.0}),

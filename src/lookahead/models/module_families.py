@@ -33,6 +33,11 @@ def _window(config: Any, layer: int) -> int:
     return getattr(config, "sliding_window", None) or 0
 
 
+def _one_window(config: Any, layer: int) -> int:
+    """The window of every layer, in classes that use one mask for all layers, whatever types the config lists."""
+    return getattr(config, "sliding_window", None) or 0
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """The parts of a class, as attribute paths, and the fields of its config that the pass reads.
@@ -109,7 +114,7 @@ _OLMO2 = replace(
 #: transformers class -> spec.
 REGISTRY: dict[str, Spec] = {
     "LlamaForCausalLM": Spec(),
-    "MistralForCausalLM": Spec(),
+    "MistralForCausalLM": Spec(window=_one_window),
     "Qwen2ForCausalLM": Spec(),
     "Qwen3ForCausalLM": _QWEN3,
     "SmolLM3ForCausalLM": Spec(rotates=lambda config, layer: bool(config.no_rope_layers[layer])),
@@ -120,13 +125,13 @@ REGISTRY: dict[str, Spec] = {
     ),
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": _OLMO2,
-    "Phi3ForCausalLM": Spec(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
+    "Phi3ForCausalLM": Spec(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj", window=_one_window),
     "GemmaForCausalLM": Spec(norm_offset=1.0),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": replace(
         _GEMMA2, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm", attention_cap=""
     ),
-    "Starcoder2ForCausalLM": Spec(gate="", up="mlp.c_fc", down="mlp.c_proj"),
+    "Starcoder2ForCausalLM": Spec(gate="", up="mlp.c_fc", down="mlp.c_proj", window=_one_window),
     "GPT2LMHeadModel": Spec(
         embedding="transformer.wte",
         positions="transformer.wpe",

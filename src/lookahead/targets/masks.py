@@ -45,6 +45,19 @@ from ..attention.bits import pack_bits, unpack_bits
 from ..core import TokenTree
 from .cuda import to_device
 
+#: Model types whose classes use one mask for all layers, whatever types of layers the config lists.
+ONE_MASK = (
+    "doge",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "phi4_multimodal",
+    "phimoe",
+    "qwen3_moe",
+    "starcoder2",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerKinds:
@@ -65,7 +78,8 @@ class LayerKinds:
         """The kinds of a text config."""
         window = getattr(config, "sliding_window", None) or 0
         chunk = getattr(config, "attention_chunk_size", None) or 0
-        kinds = tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+        types = None if config.model_type in ONE_MASK else getattr(config, "layer_types", None)
+        kinds = tuple(dict.fromkeys(types or ()))
         return cls(kinds or (("sliding_attention",) if window else ("full_attention",)), window, chunk)
 
 
