@@ -55,6 +55,32 @@ for count, size in [(count, size) for count in (1, 2) for size in sizes]:
 """
 
 
+FORKED = """
+import os
+import lookahead
+from lookahead.testing import tiny_model
+llm = lookahead.LLM(tiny_model("llama", initializer_range=0.05))
+assert llm.path == "cpu"
+def text(prompt):
+    return llm.generate(prompt, max_new_tokens=64, ignore_eos=True, drafter="plain").tokens
+prompts = [3, 1, 4, 1, 5], [9, 2, 6]
+want = [text(prompt) for prompt in prompts]
+child = os.fork()
+mine = 0 if child else 1
+wrong = sum(text(prompts[mine]) != want[mine] for _ in range(40))
+if not child:
+    os._exit(wrong)
+assert (wrong, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) == (0, 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_process_has_its_own_rows() -> None:
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert finished.returncode == 0, finished.stderr
+
+
 @pytest.mark.parametrize("family", ["gpt_neox", "bloom"])
 def test_threads_take_turns_on_a_model_of_transformers(family: str) -> None:
     """Passes change the model's attention and hooks for their duration."""

@@ -140,7 +140,9 @@ class ArrayMemory:
 
     def __init__(self, size: int) -> None:
         # One extra huge page is for alignment, the other because kernels read a little past the last weight.
-        self._map = mmap.mmap(-1, size + 2 * LARGE_PAGE)
+        # It is private, because forked processes would overwrite each other's rows in shared memory.
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        self._map = mmap.mmap(-1, size + 2 * LARGE_PAGE, **private)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # the system has no huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)
