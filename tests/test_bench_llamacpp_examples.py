@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.llamacpp_build import build_of
 from benchmarks.llamacpp_examples import cost_of, program, tables
-from benchmarks.results import own_programs
+from benchmarks.readme import own_programs
 from lookahead.core import SettingsError
 
 PRINTED = """
