@@ -4,6 +4,8 @@
     openvino-lookup                its prompt lookup: at most ten tokens, n-grams of at most three
     openvino-lookup:FILE           another file; it reads Q8_0, Q4_0 and F16, and neither Q4_1 nor mixed files
     openvino-lookup:FILE:5,3       at most five tokens, n-grams of at most three
+    openvino-greedy:FILE:f32       computes in float32; the default on a processor with AMX is bf16, which is slower
+    openvino-lookup:FILE:5,3,f32   both
 
 Prompts are the same token ids and the number of threads is torch's. The package does not report how many rows it
 evaluates, so a step of prompt lookup counts as one row and its tokens.
@@ -27,6 +29,8 @@ from .gguf_peer import LOOKUP_TOKENS, GGUFPeer, outcome_of
 OPENVINO = ("openvino-greedy", "openvino-lookup")
 #: The longest n-gram of its prompt lookup; the example in its documentation.
 NGRAM = 3
+#: Precisions of its computation that may be asked for, as OpenVINO names them.
+PRECISIONS = ("f32", "bf16")
 
 
 class OpenVino(GGUFPeer):
@@ -34,11 +38,12 @@ class OpenVino(GGUFPeer):
 
     Args:
         name: one of ``OPENVINO``.
-        given: FILE, or for prompt lookup FILE:TOKENS,NGRAM; an empty file stands for the model's own.
+        given: FILE, or FILE:SETTINGS with TOKENS,NGRAM for prompt lookup, "f32", or both, separated by a comma. An
+            empty file stands for the model's own.
         model: the model under test.
 
     Raises:
-        SettingsError: as in ``GGUFPeer``, or the settings of prompt lookup are not two positive numbers.
+        SettingsError: as in ``GGUFPeer``, or the settings are others.
     """
 
     package = "openvino-genai"
@@ -46,22 +51,30 @@ class OpenVino(GGUFPeer):
     def __init__(self, name: str, given: str, model: ModelUnderTest) -> None:
         file, _, settings = given.partition(":")
         super().__init__(name, file, model)
-        self.tokens, self.ngram = LOOKUP_TOKENS, NGRAM
+        self.tokens, self.ngram, self.precision = LOOKUP_TOKENS, NGRAM, ""
         if not settings:
             return
-        sizes = re.fullmatch(r"([1-9]\d*),([1-9]\d*)", settings)
-        if sizes is None or not self.lookup:
+        *sizes, last = settings.split(",")
+        if last in PRECISIONS:
+            self.precision = last
+        else:
+            sizes.append(last)
+        valid = all(re.fullmatch(r"[1-9]\d*", size) for size in sizes)
+        if not valid or len(sizes) not in ((0, 2) if self.lookup else (0,)):
             raise SettingsError(
-                f"{name} takes FILE, and openvino-lookup also FILE:TOKENS,NGRAM such as {self.file.name}:5,3; "
-                f"got {settings!r}"
+                f"{name} takes FILE, FILE:{PRECISIONS[0]}, and openvino-lookup also FILE:TOKENS,NGRAM such as "
+                f"{self.file.name}:5,3 or {self.file.name}:5,3,{PRECISIONS[0]}; got {settings!r}"
             )
-        self.tokens, self.ngram = map(int, sizes.groups())
+        if sizes:
+            self.tokens, self.ngram = map(int, sizes)
         self.label += f":{settings}"
 
     def _load(self) -> Any:
         from openvino_genai import LLMPipeline
 
         options: dict[str, Any] = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        if self.precision:
+            options["INFERENCE_PRECISION_HINT"] = self.precision
         if self.lookup:
             options["prompt_lookup"] = True
         try:

@@ -6,7 +6,7 @@
     llamacpp-greedy[:FILE]        llama.cpp on the GGUF file of the model, or on FILE (see ``benchmarks.llamacpp``)
     llamacpp-lookup[:FILE]        its prompt lookup, 10 tokens
     llamacpp-server[:FILE[:MODE]] llama.cpp's own server (see ``benchmarks.llamacpp_server``)
-    openvino-greedy[:FILE]        OpenVINO GenAI on a GGUF file (see ``benchmarks.openvino``)
+    openvino-greedy[:FILE[:f32]]  OpenVINO GenAI on a GGUF file (see ``benchmarks.openvino``), computing in float32
     openvino-lookup[:FILE[:T,N]]  its prompt lookup, T tokens (10), n-grams of at most N (3)
 
 Every other name is a method of ours.

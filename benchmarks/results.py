@@ -64,11 +64,16 @@ FEW = ("humaneval", "gsm8k", "mt-bench")
 REPEATS = 3
 #: Drafts of llama.cpp's server beside Q4_0, with default settings; the page llamacpp-examples has faster ones.
 MODES = ("ngram-mod",)
-#: The page that chooses the settings of OpenVINO's prompt lookup, which are tokens drafted and the longest n-gram.
+#: The page that chooses the settings of OpenVINO.
 OPENVINO_PAGE = "bench-openvino"
-LOOKUPS = ("3,3", "5,3", "10,3")
+#: method -> the settings to try: for prompt lookup tokens drafted and the longest n-gram, and the precision, if it is
+#: not OpenVINO's default.
+TRIED = {
+    "openvino-greedy": ("", "f32"),
+    "openvino-lookup": ("3,3", "5,3", "10,3", "3,3,f32", "5,3,f32", "10,3,f32"),
+}
 #: Stands for the fastest of them in a step's words.
-FASTEST = "fastest-lookup"
+FASTEST = "fastest"
 #: Data sets of llama.cpp's own examples.
 EXAMPLES = ("stdlib", "humaneval", "mt-bench")
 #: Weights of the trained drafters.
@@ -169,8 +174,11 @@ class Step:
         return ["src", *(f"benchmarks/{file}" for file in programs), *(f":!{files}" for files in unused)]
 
     def chosen(self) -> tuple[str, ...]:
-        """The words with the fastest prompt lookup of OpenVINO, which is known once its page is there."""
-        return tuple(word.replace(FASTEST, fastest_lookup()) for word in self.words)
+        """The words with the fastest settings of OpenVINO, which are known once its page is there."""
+        return tuple(
+            " ".join(fastest(name) if name.endswith(f":{FASTEST}") else name for name in word.split(" "))
+            for word in self.words
+        )
 
     def run(self) -> None:
         """Make the page."""
@@ -189,17 +197,24 @@ class Step:
         shutil.copy(folder / "tokens-per-second.svg", RESULTS / f"{self.name}.svg")
 
 
-def fastest_lookup() -> str:
-    """The fastest setting of OpenVINO's prompt lookup over all texts of its page; the last one without a page."""
+def fastest(name: str) -> str:
+    """The name of a method of OpenVINO with its fastest setting over all texts of its page.
+
+    Args:
+        name: METHOD:FILE:FASTEST. Without a page, the last setting counts as the fastest.
+    """
+    head, file, _ = name.split(":")
     page = RESULTS / f"{OPENVINO_PAGE}.json"
     overall = json.loads(page.read_text())["overall"] if page.is_file() else {}
-    found = {
-        setting: total["total"]
-        for setting in LOOKUPS
-        for method, total in overall.items()
-        if method.endswith(f"Q4_0.gguf:{setting}") and total["total"] is not None
+    totals = {
+        name: overall.get(name.replace(file, Path(file).name), {}).get("total") for name in _tried(head, file)
     }
-    return max(found, key=lambda setting: found[setting], default=LOOKUPS[-1])
+    found = {name: total for name, total in totals.items() if total is not None}
+    return max(found, key=lambda name: found[name], default=list(totals)[-1])
+
+
+def _tried(head: str, file: object) -> list[str]:
+    return [f"{head}:{file}:{setting}".removesuffix(":") for setting in TRIED[head]]
 
 
 def same_code(one: str, other: str, files: Sequence[str]) -> bool:
@@ -360,7 +375,7 @@ def _packed(given: Sources) -> list[Step]:
     Each peer gets its best format of about as many bits: llama.cpp Q4_0 and IQ4_NL, which it repacks while loading,
     and OpenVINO GenAI Q4_0; ours gets the same Q4_0 file. Q4_K_M is the most common file. llama.cpp is its own
     server, a native build, or else its Python package, which is slower. The first page has OpenVINO GenAI alone, in
-    4 and 8 bits, and chooses its prompt lookup for the second. Cells of a peer that is not installed say so.
+    4 and 8 bits, and chooses its settings for the second. Cells of a peer that is not installed say so.
     """
     model, planned = given.model, []
     assert model is not None
@@ -369,10 +384,10 @@ def _packed(given: Sources) -> list[Step]:
         _left_out(OPENVINO_PAGE, why="openvino-genai is not installed")
     else:
         small, large = _converted(model, "Q4_0"), _converted(model, "Q8_0")
-        methods = [f"openvino-greedy:{small}", *(f"openvino-lookup:{small}:{each}" for each in LOOKUPS)]
-        methods += [f"openvino-greedy:{large}", f"openvino-lookup:{large}:{LOOKUPS[0]}"]
+        methods = [name for head in TRIED for name in _tried(head, small)]
+        methods += [f"openvino-greedy:{large}:f32", f"openvino-lookup:{large}:3,3,f32"]
         words = _beside(small, FEW[::2], given, max(2, 5 * given.limit // 4), 1, methods)
-        planned.append(_to_records(OPENVINO_PAGE, [*words, *SHORT], 0.4 * given.limit))
+        planned.append(_to_records(OPENVINO_PAGE, [*words, *SHORT], 0.6 * given.limit))
     # page, format, temperature, prompts of each set, minutes for one of them
     for name, kind, temperature, limit, minutes in (
         ("bench-packed", "Q4_0", 0.0, given.most, 3.1),
@@ -402,7 +417,7 @@ def _packed(given: Sources) -> list[Step]:
                     methods = [each for each in methods if not each.startswith("llamacpp-")]
                     _left_out(f"llama.cpp in {name}", why=f"it ends its process on {path}")
         if kind == "Q4_0":
-            methods += [f"openvino-greedy:{file}", f"openvino-lookup:{file}:{FASTEST}"]
+            methods += [f"{head}:{file}:{FASTEST}" for head in TRIED]
         words = _beside(file, SETS, given, limit, REPEATS, methods)
         words += ["--temperature", str(temperature)] if temperature else []
         planned.append(_to_records(name, words, minutes * limit))

@@ -1,4 +1,4 @@
-"""The settings of OpenVINO GenAI's prompt lookup."""
+"""The settings of OpenVINO GenAI."""
 
 import pytest
 
@@ -28,10 +28,37 @@ def test_settings_are_in_the_name_and_in_the_label(file):
 
 
 @pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("openvino-greedy:{}", (10, 3, "")),
+        ("openvino-greedy:{}:f32", (10, 3, "f32")),
+        ("openvino-lookup:{}:bf16", (10, 3, "bf16")),
+        ("openvino-lookup:{}:5,2,f32", (5, 2, "f32")),
+    ],
+)
+def test_the_precision_is_in_the_name_and_in_the_label(file, name, found):
+    (peer,) = make_methods(name.format(file), ModelUnderTest("fake", FakeTarget(32), gguf=str(file)))
+    assert isinstance(peer, OpenVino)
+    assert (peer.tokens, peer.ngram, peer.precision) == found
+    assert peer.label == name.format("x.gguf")
+
+
+@pytest.mark.parametrize(
     "name",
-    ["openvino-lookup:{}:5", "openvino-lookup:{}:0,3", "openvino-lookup:{}:a,b", "openvino-greedy:{}:5,3"],
+    [
+        "openvino-lookup:{}:5",
+        "openvino-lookup:{}:0,3",
+        "openvino-lookup:{}:a,b",
+        "openvino-lookup:{}:5,f32",
+        "openvino-lookup:{}:5,3f32",
+        "openvino-lookup:{}:,f32",
+        "openvino-greedy:{}:5,3",
+        "openvino-greedy:{}:f8",
+    ],
 )
 def test_other_settings_are_refused(file, name):
     model = ModelUnderTest("fake", FakeTarget(32), gguf=str(file))
-    with pytest.raises(SettingsError, match=r"takes FILE, and openvino-lookup also FILE:TOKENS,NGRAM"):
+    with pytest.raises(
+        SettingsError, match=r"takes FILE, FILE:f32, and openvino-lookup also FILE:TOKENS,NGRAM"
+    ):
         make_methods(name.format(file), model)

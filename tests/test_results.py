@@ -192,16 +192,17 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
         "--limit 8 --repeats 3 --no-warm --method prompt-lookup lookahead:15,5,15 adaptive "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf llamacpp-server:build/results/SmolLM2.IQ4_NL.gguf "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-mod "
-        "openvino-greedy:build/results/SmolLM2.Q4_0.gguf "
-        "openvino-lookup:build/results/SmolLM2.Q4_0.gguf:10,3 --out build/results/bench-packed"
+        "openvino-greedy:build/results/SmolLM2.Q4_0.gguf:f32 "
+        "openvino-lookup:build/results/SmolLM2.Q4_0.gguf:10,3,f32 --out build/results/bench-packed"
     )
     for name in ("bench-packed-q4_k_m", "bench-packed-sampled"):
         assert "--limit 5 --repeats 3" in " ".join(pages[name].words)
         assert "ngram-mod" not in " ".join(pages[name].words)
     assert pages["rows"].words[-2:] == ("--prompts", "2")
     tried = " ".join(pages["bench-openvino"].words)
-    for setting in (*results.LOOKUPS, ""):
-        assert f"openvino-lookup:build/results/SmolLM2.Q4_0.gguf:{setting}" in tried
+    for head, settings in results.TRIED.items():
+        for setting in settings:
+            assert f"{head}:build/results/SmolLM2.Q4_0.gguf:{setting}".removesuffix(":") in tried
     examples = " ".join(pages["llamacpp-examples"].words)
     assert "--model build/results/SmolLM2.Q4_0.gguf --workload stdlib --workload humaneval --work" in examples
     assert "--limit 2 --repeats 3 " in examples
@@ -333,19 +334,25 @@ def test_a_commit_of_pages_alone_needs_no_new_measurement(tmp_path, monkeypatch)
     assert not results.same_code(code, page, ["src", "docs/pa*", "none.py"])
 
 
-def test_the_fastest_prompt_lookup_of_openvino_goes_beside_ours(plan, tmp_path):
+def test_the_fastest_settings_of_openvino_go_beside_ours(plan, tmp_path):
     step = plan(["llama_cpp", "openvino_genai"])[0]["bench-packed"]
-    totals = {f"openvino-lookup:x.Q4_0.gguf:{each}": {"total": 1.0} for each in results.LOOKUPS}
-    totals |= {"openvino-lookup:x.Q8_0.gguf:3,3": {"total": 9.0}, "plain": {"total": 1.0}}
-    totals["openvino-lookup:x.Q4_0.gguf:5,3"] = {"total": 1.5}
-    totals["openvino-lookup:x.Q4_0.gguf:3,3"] = {"total": None}
+    totals = {
+        f"{head}:SmolLM2.Q4_0.gguf:{each}".removesuffix(":"): {"total": 1.0}
+        for head, settings in results.TRIED.items()
+        for each in settings
+    }
+    totals |= {"openvino-lookup:SmolLM2.Q8_0.gguf:3,3": {"total": 9.0}, "plain": {"total": 1.0}}
+    totals["openvino-lookup:SmolLM2.Q4_0.gguf:5,3"] = {"total": 1.5}
+    totals["openvino-lookup:SmolLM2.Q4_0.gguf:3,3"] = {"total": None}
+    totals["openvino-greedy:SmolLM2.Q4_0.gguf"] = {"total": 1.1}
     (tmp_path / "bench-openvino.json").write_text(json.dumps({"overall": totals}))
-    assert "openvino-lookup:build/results/SmolLM2.Q4_0.gguf:5,3" in step.chosen()[-3]
+    file = "build/results/SmolLM2.Q4_0.gguf"
+    assert f"openvino-greedy:{file} openvino-lookup:{file}:5,3" in step.chosen()[-3]
     words = step.chosen()
     command = results.command_line(list(words[2:]), f"python -m {words[1]}")
     step.page.write_text(json.dumps({"command": command, **made_here(), "figures": []}))
     assert step.is_done()
-    totals["openvino-lookup:x.Q4_0.gguf:10,3"] = {"total": 2.0}
+    totals["openvino-lookup:SmolLM2.Q4_0.gguf:10,3"] = {"total": 2.0}
     (tmp_path / "bench-openvino.json").write_text(json.dumps({"overall": totals}))
     assert not step.is_done(), "made with another setting"
 
