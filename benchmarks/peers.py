@@ -2,6 +2,7 @@
 
     hf-greedy, hf-sample          ``model.generate`` of transformers
     hf-prompt-lookup              its prompt lookup, 10 tokens
+    hf-compiled                   greedy, compiled by ``torch.compile``, with a static KV cache
     hf-assisted:PATH              its speculative decoding with the draft model at PATH (arXiv 2211.17192)
     llamacpp-greedy[:FILE]        llama.cpp on the GGUF file of the model, or on FILE (see ``benchmarks.llamacpp``)
     llamacpp-lookup[:FILE]        its prompt lookup, 10 tokens
@@ -20,7 +21,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, StaticCache
 
 from lookahead.bench import methods
 from lookahead.bench.methods import Method, ModelUnderTest, Outcome, RunOptions
@@ -31,7 +32,8 @@ from .llamacpp import LLAMA_CPP, LlamaCpp
 from .llamacpp_server import LLAMA_SERVER, LlamaServer
 from .openvino import OPENVINO, OpenVino
 
-HUGGING_FACE = ("hf-greedy", "hf-sample", "hf-prompt-lookup")
+COMPILED = "hf-compiled"
+HUGGING_FACE = ("hf-greedy", "hf-sample", "hf-prompt-lookup", COMPILED)
 ASSISTED = "hf-assisted"
 
 
@@ -58,7 +60,7 @@ def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Me
             return [Assisted(settings, model)]
         if settings:
             raise SettingsError(f"{head} takes no settings, got {name!r}")
-        return [HuggingFace(head)]
+        return [Compiled() if head == COMPILED else HuggingFace(head)]
     if head in LLAMA_CPP:
         return [LlamaCpp(head, settings, model)]
     if head == LLAMA_SERVER:
@@ -107,8 +109,8 @@ class HuggingFace(Method):
         """Only greedy completions, because transformers samples from another stream of random numbers."""
         return not options.temperature and self.name != "hf-sample"
 
-    def arguments(self) -> dict[str, Any]:
-        """Further arguments of ``generate``."""
+    def arguments(self, model: ModelUnderTest, length: int) -> dict[str, Any]:
+        """Further arguments of ``generate`` for a sequence of at most ``length`` tokens with its prompt."""
         return {}
 
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
@@ -119,7 +121,7 @@ class HuggingFace(Method):
             eos_token_id=eos,
             pad_token_id=eos[0] if eos else 0,
             do_sample=self.name == "hf-sample" or (options.temperature > 0 and self.name != "hf-greedy"),
-            **({} if self.name == ASSISTED else self.settings),
+            **(self.settings if self.name == "hf-prompt-lookup" else {}),
         )
         if config.do_sample:
             config.temperature = options.temperature or 1.0
@@ -146,8 +148,12 @@ class HuggingFace(Method):
 
         # Generate. The time ends when generate returns, not with the streamer's last call.
         ids = torch.tensor([list(prompt)], device=model.model.device)
+        arguments = self.arguments(model, len(prompt) + options.max_new_tokens)
         torch.manual_seed(options.seed)
-        hook = model.model.register_forward_pre_hook(count, with_kwargs=True)
+        # A hook would be compiled with the model, again for each sequence.
+        hook = (
+            None if self.name == COMPILED else model.model.register_forward_pre_hook(count, with_kwargs=True)
+        )
         try:
             start = perf_counter()
             text = model.model.generate(
@@ -155,13 +161,43 @@ class HuggingFace(Method):
                 streamer=Clock(),
                 attention_mask=torch.ones_like(ids),
                 generation_config=config,
-                **self.arguments(),
+                **arguments,
             )
             end = perf_counter()
         finally:
-            hook.remove()
+            if hook is not None:
+                hook.remove()
+        rows = rows or [1] * (len(sizes) - 1)
         times = [start, *times[1:-1], end]
         return outcome_of(len(prompt), text[0, len(prompt) :].tolist(), rows[1:], sizes[1:], times)
+
+
+class Compiled(HuggingFace):
+    """Greedy decoding whose steps of one row are compiled by ``torch.compile``; the prompt's pass is not.
+
+    The KV cache has a fixed length, a power of two of at least ``SHORTEST``. Compilation, about a minute for each
+    length on a CPU, is not in the times.
+    """
+
+    SHORTEST = 1024
+
+    def __init__(self) -> None:
+        super().__init__(COMPILED)
+        self.cache: Any = None
+
+    def arguments(self, model: ModelUnderTest, length: int) -> dict[str, Any]:
+        compilation = CompileConfig(fullgraph=False, mode="default")
+        compilation._compile_all_devices = True  # generate compiles on a GPU only
+        arguments = {"compile_config": compilation}
+        longest = max(self.SHORTEST, 1 << (length - 1).bit_length())
+        if self.cache is None or self.cache.max_cache_len < longest:
+            self.cache = StaticCache(config=model.model.config, max_cache_len=longest)
+            ids = torch.zeros((1, 4), dtype=torch.long, device=model.model.device)
+            mask = torch.ones_like(ids)
+            few = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, **arguments}
+            model.model.generate(ids, attention_mask=mask, past_key_values=self.cache, **few)
+        self.cache.reset()
+        return {"past_key_values": self.cache, **arguments}
 
 
 class Assisted(HuggingFace):
@@ -200,5 +236,5 @@ class Assisted(HuggingFace):
         self.label = f"{ASSISTED}:{Path(path).name}"
         self.settings = {"draft_parameters": sum(p.numel() for p in self.draft_model.parameters())}
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, model: ModelUnderTest, length: int) -> dict[str, Any]:
         return {"assistant_model": self.draft_model}

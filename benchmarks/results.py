@@ -426,9 +426,9 @@ def _packed(given: Sources) -> list[Step]:
 
 def _beside_transformers(given: Sources) -> Step:
     """transformers beside ours, in bf16."""
-    methods = ["prompt-lookup", "adaptive", "hf-greedy", "hf-prompt-lookup"]
+    methods = ["prompt-lookup", "adaptive", "hf-greedy", "hf-compiled", "hf-prompt-lookup"]
     words = ["--dtype", "bfloat16", *_beside(None, FEW, given, max(2, 5 * given.limit // 8), 2, methods)]
-    return _to_records("bench-bf16", [*words, *SHORT], 0.65 * given.limit)
+    return _to_records("bench-bf16", [*words, *SHORT], 0.85 * given.limit)
 
 
 def _beside(

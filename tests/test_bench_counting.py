@@ -4,6 +4,7 @@ import json
 import math
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -194,6 +195,20 @@ def test_one_counter_for_both_sides(name):
     module.forward = wrapped
     plain = make_methods("plain", model)[0].decode(model, prompt, RunOptions(max_new_tokens=32))
     assert outcome.tokens == plain.tokens
+
+
+def test_compiled_decoding_of_transformers_equals_plain_decoding(monkeypatch):
+    monkeypatch.setattr(peers, "CompileConfig", partial(peers.CompileConfig, backend="eager"))
+    model = ModelUnderTest.of(LLM(tiny_model(seed=3)), "transformers")
+    (method,) = peers.make_methods("hf-compiled", model)
+    plain = make_methods("plain", model)[0]
+    for prompt in ([5, 9, 5, 9, 5, 9, 5], [7, 3, 2]):
+        outcome, expected = (
+            each.decode(model, prompt, RunOptions(max_new_tokens=32)) for each in (method, plain)
+        )
+        assert outcome.tokens == expected.tokens
+        assert outcome.step_rows == outcome.step_tokens == [1] * (len(outcome.tokens) - 1)
+    assert method.cache.max_cache_len == 1024
 
 
 def test_sampling_repeats_plain_decoding_and_leaves_other_streams_uncompared():
@@ -513,7 +528,7 @@ def test_methods_of_transformers_need_its_model_and_say_so_before_anything_is_me
     model, module = ModelUnderTest.of(packed), ModelUnderTest.of(LLM(tiny_model()))
     assert peers.default_methods(model) == default_methods()
     assert peers.default_methods(module) == ["hf-greedy", "hf-prompt-lookup", *default_methods()]
-    for name in ("hf-greedy", "hf-sample", "hf-prompt-lookup", "hf-assisted:draft"):
+    for name in ("hf-greedy", "hf-sample", "hf-prompt-lookup", "hf-compiled", "hf-assisted:draft"):
         with pytest.raises(
             SettingsError, match=f"{name.split(':')[0]} needs .* in Q8_0 is none; add --dtype"
         ):
