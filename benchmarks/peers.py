@@ -100,6 +100,7 @@ class HuggingFace(Method):
     """``model.generate`` of transformers; a hook counts forward passes, a streamer counts tokens."""
 
     of_another_library = True
+    compilation: CompileConfig | None = None
 
     def __init__(self, name: str) -> None:
         self.name = self.label = name
@@ -123,6 +124,8 @@ class HuggingFace(Method):
             do_sample=self.name == "hf-sample" or (options.temperature > 0 and self.name != "hf-greedy"),
             **(self.settings if self.name == "hf-prompt-lookup" else {}),
         )
+        if self.compilation is not None:
+            config.compile_config = self.compilation
         if config.do_sample:
             config.temperature = options.temperature or 1.0
             config.top_k = options.top_k
@@ -184,20 +187,20 @@ class Compiled(HuggingFace):
     def __init__(self) -> None:
         super().__init__(COMPILED)
         self.cache: Any = None
+        self.longest = 0
+        self.compilation = CompileConfig(fullgraph=False, mode="default")
+        self.compilation._compile_all_devices = True  # by default, generate compiles on a GPU only
 
     def arguments(self, model: ModelUnderTest, length: int) -> dict[str, Any]:
-        compilation = CompileConfig(fullgraph=False, mode="default")
-        compilation._compile_all_devices = True  # generate compiles on a GPU only
-        arguments = {"compile_config": compilation}
-        longest = max(self.SHORTEST, 1 << (length - 1).bit_length())
-        if self.cache is None or self.cache.max_cache_len < longest:
-            self.cache = StaticCache(config=model.model.config, max_cache_len=longest)
+        if length > self.longest:
+            self.longest = max(self.SHORTEST, 1 << (length - 1).bit_length())
+            self.cache = StaticCache(config=model.model.config, max_cache_len=self.longest)
             ids = torch.zeros((1, 4), dtype=torch.long, device=model.model.device)
+            few = GenerationConfig(max_new_tokens=4, min_new_tokens=4, compile_config=self.compilation)  # type: ignore[no-untyped-call]
             mask = torch.ones_like(ids)
-            few = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, **arguments}
-            model.model.generate(ids, attention_mask=mask, past_key_values=self.cache, **few)
+            model.model.generate(ids, attention_mask=mask, past_key_values=self.cache, generation_config=few)
         self.cache.reset()
-        return {"past_key_values": self.cache, **arguments}
+        return {"past_key_values": self.cache}
 
 
 class Assisted(HuggingFace):

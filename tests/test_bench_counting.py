@@ -208,7 +208,7 @@ def test_compiled_decoding_of_transformers_equals_plain_decoding(monkeypatch):
         )
         assert outcome.tokens == expected.tokens
         assert outcome.step_rows == outcome.step_tokens == [1] * (len(outcome.tokens) - 1)
-    assert method.cache.max_cache_len == 1024
+    assert method.longest == 1024
 
 
 def test_sampling_repeats_plain_decoding_and_leaves_other_streams_uncompared():
