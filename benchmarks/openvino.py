@@ -5,7 +5,7 @@
     openvino-lookup:FILE           another file; it reads Q8_0, Q4_0 and F16, and neither Q4_1 nor mixed files
     openvino-lookup:FILE:5,3       at most five tokens, n-grams of at most three
     openvino-greedy:FILE:f32       computes in float32; the default on a processor with AMX is bf16, which is slower
-    openvino-lookup:FILE:5,3,f32   both
+    openvino-lookup:FILE:5,3:f32   both
 
 Prompts are the same token ids and the number of threads is torch's. The package does not report how many rows it
 evaluates, so a step of prompt lookup counts as one row and its tokens.
@@ -38,7 +38,7 @@ class OpenVino(GGUFPeer):
 
     Args:
         name: one of ``OPENVINO``.
-        given: FILE, or FILE:SETTINGS with TOKENS,NGRAM for prompt lookup, "f32", or both, separated by a comma. An
+        given: FILE, or FILE:SETTINGS with TOKENS,NGRAM for prompt lookup, "f32", or both, separated by a colon. An
             empty file stands for the model's own.
         model: the model under test.
 
@@ -54,19 +54,19 @@ class OpenVino(GGUFPeer):
         self.tokens, self.ngram, self.precision = LOOKUP_TOKENS, NGRAM, ""
         if not settings:
             return
-        *sizes, last = settings.split(",")
+        *sizes, last = settings.split(":")
         if last in PRECISIONS:
             self.precision = last
         else:
             sizes.append(last)
-        valid = all(re.fullmatch(r"[1-9]\d*", size) for size in sizes)
-        if not valid or len(sizes) not in ((0, 2) if self.lookup else (0,)):
+        given = re.fullmatch(r"([1-9]\d*),([1-9]\d*)", sizes[0]) if sizes else None
+        if (sizes and given is None) or len(sizes) > self.lookup:
             raise SettingsError(
                 f"{name} takes FILE, FILE:{PRECISIONS[0]}, and openvino-lookup also FILE:TOKENS,NGRAM such as "
-                f"{self.file.name}:5,3 or {self.file.name}:5,3,{PRECISIONS[0]}; got {settings!r}"
+                f"{self.file.name}:5,3 or {self.file.name}:5,3:{PRECISIONS[0]}; got {settings!r}"
             )
-        if sizes:
-            self.tokens, self.ngram = map(int, sizes)
+        if given is not None:
+            self.tokens, self.ngram = int(given[1]), int(given[2])
         self.label += f":{settings}"
 
     def _load(self) -> Any:

@@ -99,7 +99,7 @@ def speeds(facts: dict[str, Any]) -> str:
         head, _, file = method.partition(":")
         file, _, mode = file.partition(":")
         details = [suffix[1:] for suffix in Path(file).suffixes[-2:-1]]
-        details += [f"({mode})" if "," in mode else mode] if mode else []
+        details += [f"({each})" if "," in each else each for each in mode.split(":") if each]
         name = NAMES.get(method, ", ".join([NAMES.get(head, head), *details]))
         own = {line["workload"]: line["all"] for line in lines if line["method"] == method}
         equal, compared = (sum(own[w][key] for w in sets) for key in ("equal", "compared"))

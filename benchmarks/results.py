@@ -70,7 +70,7 @@ OPENVINO_PAGE = "bench-openvino"
 #: not OpenVINO's default.
 TRIED = {
     "openvino-greedy": ("", "f32"),
-    "openvino-lookup": ("3,3", "5,3", "10,3", "3,3,f32", "5,3,f32", "10,3,f32"),
+    "openvino-lookup": ("3,3", "5,3", "10,3", "3,3:f32", "5,3:f32", "10,3:f32"),
 }
 #: Stands for the fastest of them in a step's words.
 FASTEST = "fastest"
@@ -385,9 +385,9 @@ def _packed(given: Sources) -> list[Step]:
     else:
         small, large = _converted(model, "Q4_0"), _converted(model, "Q8_0")
         methods = [name for head in TRIED for name in _tried(head, small)]
-        methods += [f"openvino-greedy:{large}:f32", f"openvino-lookup:{large}:3,3,f32"]
+        methods += [f"openvino-greedy:{large}:f32", f"openvino-lookup:{large}:3,3:f32"]
         words = _beside(small, FEW[::2], given, max(2, 5 * given.limit // 4), 1, methods)
-        planned.append(_to_records(OPENVINO_PAGE, [*words, *SHORT], 0.6 * given.limit))
+        planned.append(_to_records(OPENVINO_PAGE, [*words, *SHORT], 0.5 * given.limit))
     # page, format, temperature, prompts of each set, minutes for one of them
     for name, kind, temperature, limit, minutes in (
         ("bench-packed", "Q4_0", 0.0, given.most, 3.1),

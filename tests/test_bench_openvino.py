@@ -5,7 +5,7 @@ import pytest
 from benchmarks import gguf_peer
 from benchmarks.openvino import OpenVino
 from benchmarks.peers import make_methods
-from lookahead.bench import ModelUnderTest
+from lookahead.bench import ModelUnderTest, split_methods
 from lookahead.core import SettingsError
 from lookahead.testing import FakeTarget
 
@@ -33,7 +33,7 @@ def test_settings_are_in_the_name_and_in_the_label(file):
         ("openvino-greedy:{}", (10, 3, "")),
         ("openvino-greedy:{}:f32", (10, 3, "f32")),
         ("openvino-lookup:{}:bf16", (10, 3, "bf16")),
-        ("openvino-lookup:{}:5,2,f32", (5, 2, "f32")),
+        ("openvino-lookup:{}:5,2:f32", (5, 2, "f32")),
     ],
 )
 def test_the_precision_is_in_the_name_and_in_the_label(file, name, found):
@@ -41,6 +41,7 @@ def test_the_precision_is_in_the_name_and_in_the_label(file, name, found):
     assert isinstance(peer, OpenVino)
     assert (peer.tokens, peer.ngram, peer.precision) == found
     assert peer.label == name.format("x.gguf")
+    assert split_methods([f"{name} jacobi"]) == [name, "jacobi"]
 
 
 @pytest.mark.parametrize(
@@ -49,9 +50,9 @@ def test_the_precision_is_in_the_name_and_in_the_label(file, name, found):
         "openvino-lookup:{}:5",
         "openvino-lookup:{}:0,3",
         "openvino-lookup:{}:a,b",
-        "openvino-lookup:{}:5,f32",
+        "openvino-lookup:{}:5:f32",
         "openvino-lookup:{}:5,3f32",
-        "openvino-lookup:{}:,f32",
+        "openvino-lookup:{}::f32",
         "openvino-greedy:{}:5,3",
         "openvino-greedy:{}:f8",
     ],

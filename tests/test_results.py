@@ -80,8 +80,8 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
     figures = [
         line("code", "plain", 100.4, 1.0),
         line("sums", "plain", 90.2, 1.0),
-        line("code", "openvino-lookup:SmolLM2.BF16.gguf", 55.5, 1.25, 0, 0),
-        line("sums", "openvino-lookup:SmolLM2.BF16.gguf", 44.4, 1.75, 0, 0),
+        line("code", "openvino-lookup:SmolLM2.BF16.gguf:5,3:f32", 55.5, 1.25, 0, 0),
+        line("sums", "openvino-lookup:SmolLM2.BF16.gguf:5,3:f32", 44.4, 1.75, 0, 0),
         line("code", "adaptive", 160.0, 2.0),
         line("sums", "adaptive", 151.0, 1.5, 1),
     ]
@@ -97,7 +97,7 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
             "worst": 1.04,
             "s_steps": 1.0,
         },
-        "openvino-lookup:SmolLM2.BF16.gguf": {
+        "openvino-lookup:SmolLM2.BF16.gguf:5,3:f32": {
             **dict.fromkeys(("low", "high", "total_low", "total_high")),
             "total": 0.53,
             "s_steps": 1.5,
@@ -132,7 +132,7 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
     assert (
         "| ours, adaptive, the default | 160 | 151 | 1.63 (1.50–1.71) | 1.60–1.66 | 1.71 | 3 of 4 |" in text
     )
-    assert "| OpenVINO GenAI prompt lookup, BF16 | 56 | 44 | 0.53 | – | 1.50 | – |" in text
+    assert "| OpenVINO GenAI prompt lookup, BF16, (5,3), f32 | 56 | 44 | 0.53 | – | 1.50 | – |" in text
     assert (
         "Of 4 sequences, 2 took over 1.02 times as long as plain decoding with the default, 1 over 1.1"
         in text
@@ -193,7 +193,7 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf llamacpp-server:build/results/SmolLM2.IQ4_NL.gguf "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-mod "
         "openvino-greedy:build/results/SmolLM2.Q4_0.gguf:f32 "
-        "openvino-lookup:build/results/SmolLM2.Q4_0.gguf:10,3,f32 --out build/results/bench-packed"
+        "openvino-lookup:build/results/SmolLM2.Q4_0.gguf:10,3:f32 --out build/results/bench-packed"
     )
     for name in ("bench-packed-q4_k_m", "bench-packed-sampled"):
         assert "--limit 5 --repeats 3" in " ".join(pages[name].words)
