@@ -60,15 +60,18 @@ MODES: dict[str, tuple[str, ...]] = {
     ),
     "ngram-cache": (),
 }
+#: llama-lookup's numbers of drafted tokens; None is its default.
+LOOKUPS = (None, 8)
 ABOUT = (
     "Greedy; the same file, prompts and threads for each. S is tokens per pass after the prompt, tokens/s leave the "
     "prompt out: the median over the repeats, with their range. In each repeat, all methods decode each prompt. "
     "ours: on the llama.cpp engine; ours, CPU path: this library's own kernels. llama-bench decodes random tokens "
     "after as many as each prompt has. (15,5,15) is the triple that is compiled into llama-lookahead. llama-lookup "
-    "drafts its default of three tokens, ours ten. The server's modes have their defaults, which look up 12 or 24 "
-    "tokens and draft about 48, or the numbers shown: tokens looked up and drafted (ngram-mod: looked up, least and "
-    "most drafted); each has one server per repeat, so ngram-mod, which remembers, may use the earlier prompts "
-    "of the set. llama-lookup and llama-lookahead print no token ids, so their texts cannot be compared."
+    "drafts its default of three tokens or the number shown, ours ten. The server's modes have their defaults, "
+    "which look up 12 or 24 tokens and draft about 48, or the numbers shown: tokens looked up and drafted "
+    "(ngram-mod: looked up, least and most drafted); each has one server per repeat, so ngram-mod, which remembers, "
+    "may use the earlier prompts of the set. llama-lookup and llama-lookahead print no token ids, so their texts "
+    "cannot be compared."
 )
 #: (tokens, passes, seconds), of one prompt or of all.
 Cost = tuple[int, int, float]
@@ -120,18 +123,20 @@ def program(folder: Path, name: str) -> str:
 def examples(arguments: argparse.Namespace) -> dict[str, Callable[[str, int], Cost]]:
     """Name -> a function that runs one of llama.cpp's examples on (prompt, its tokens)."""
 
-    def runner(name: str) -> Callable[[str, int], Cost]:
+    def runner(name: str, drafted: int | None = None) -> Callable[[str, int], Cost]:
         path = program(arguments.bin, name)
+        options = [] if drafted is None else ["--spec-draft-n-max", str(drafted)]
 
         def run(prompt: str, prompt_tokens: int) -> Cost:
             command = [path, "-m", str(arguments.model), "-t", str(arguments.threads), "--temp", "0"]
-            command += ["-n", str(arguments.tokens), "-c", "2048", "--no-escape", "-p", prompt]
+            command += ["-n", str(arguments.tokens), "-c", "2048", *options, "--no-escape", "-p", prompt]
             done = subprocess.run(command, capture_output=True, text=True, errors="replace")
             return cost_of(done.stdout + done.stderr, prompt_tokens, name == "lookup")
 
         return run
 
-    return {f"llama-{name}": runner(name) for name in ("lookup", "lookahead")}
+    lookups = {f"llama-lookup {n}" if n else "llama-lookup": runner("lookup", n) for n in LOOKUPS}
+    return {**lookups, "llama-lookahead": runner("lookahead")}
 
 
 def plain_of_bench(arguments: argparse.Namespace, depth: int) -> Cost:
