@@ -24,7 +24,7 @@ help:
 	@echo "make dist           build and check the wheel and sdist in dist/"
 	@echo "make test-wheel     test the wheel with [serve] in empty environments, with every Python found"
 	@echo "make licences       list the licences of all installed packages and of the data sets"
-	@echo "make soak           fuzzing, memory, long outputs, kills, damaged files (over an hour); writes docs/results/soak.md"
+	@echo "make soak           fuzzing, memory, long outputs, kills, damaged files (over an hour); writes build/soak.md"
 	@echo "make coverage       run all tests and report line coverage"
 	@echo "make bench          run the benchmark on prompts from Python's standard library"
 	@echo "make results        measure every results page again, and with it the figures in README and docs"
@@ -129,8 +129,9 @@ $(OLDEST)/.ready: pyproject.toml
 	@touch $@
 
 # Each command appends to the page. The first finding ends the run and is recorded on the page.
-SOAK := docs/results/soak.md
+SOAK := build/soak.md
 soak: $(READY)
+	@mkdir -p $(dir $(SOAK))
 	OMP_NUM_THREADS=1 $(RUN)/python tests/fuzz.py --seconds 3600 --report $(SOAK)
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m soak
 	$(RUN)/python tests/soak.py memory --report $(SOAK)

@@ -1,6 +1,6 @@
 """Differential fuzzing: random calls to model.generate with and without lookahead, compared token for token.
 
-    python tests/fuzz.py --seconds 3600 --report docs/results/soak.md      the long form (make soak)
+    python tests/fuzz.py --seconds 3600 --report build/soak.md      the long form (make soak)
     python tests/fuzz.py --case 1234                                       repeat one case by number
 
 A case's number determines everything: model family, weights, prompts, padding, lengths near powers of two and
