@@ -2,7 +2,7 @@
 
     python examples/warm_state.py FILE [MODEL]
 
-Run it twice: the second run starts with what the first one learnt. The file contains statistics of the generated
+Run it twice: the second run starts with what the first one learned. The file contains statistics of the generated
 text, so protect it as you would the text. To make the figures independent of the machine's speed, each step here has
 up to eight rows at any cost; for the highest speed, use ``Adaptive(state=state)``.
 """
