@@ -217,7 +217,7 @@ class Assisted(HuggingFace):
         super().__init__("hf-greedy")
         self.draft_model = draft_model
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, model: ModelUnderTest, length: int) -> dict[str, Any]:
         return {"assistant_model": self.draft_model}
 
 
