@@ -13,6 +13,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +67,35 @@ def ours(llm: Any) -> Callable[[Sequence[int]], Numbers]:
     return evaluate
 
 
-def llama_cpp(file: Path, threads: int) -> Callable[[Sequence[int]], Numbers] | None:
-    """The same by llama.cpp; None if llama-cpp-python is not installed."""
-    try:
-        from llama_cpp import Llama
-    except ImportError:
-        return None
-    model = Llama(
-        str(file), n_ctx=LONGEST, n_batch=LONGEST, n_threads=threads, logits_all=True, verbose=False
-    )
+#: llama.cpp's model, in its own process.
+_model: Any = None
 
-    def evaluate(ids: Sequence[int]) -> Numbers:
-        model.reset()
-        model.eval(list(ids))
-        return log_probabilities(model._scores[: len(ids)])
 
-    return evaluate
+def _load_llama_cpp(file: str, threads: int) -> None:
+    global _model
+    from llama_cpp import Llama
+
+    _model = Llama(file, n_ctx=LONGEST, n_batch=LONGEST, n_threads=threads, logits_all=True, verbose=False)
+
+
+def _evaluate_by_llama_cpp(ids: Sequence[int]) -> Numbers:
+    _model.reset()
+    _model.eval(list(ids))
+    return log_probabilities(_model._scores[: len(ids)])
+
+
+@contextmanager
+def llama_cpp(file: Path, threads: int) -> Iterator[Callable[[Sequence[int]], Numbers] | None]:
+    """The same by llama.cpp; None if llama-cpp-python is not installed.
+
+    It runs in a process of its own. On a processor with AMX, llama.cpp configures the tiles of a thread once, and
+    ends its process with an illegal instruction if PyTorch's matrix products have released them since.
+    """
+    if find_spec("llama_cpp") is None:
+        yield None
+        return
+    with ProcessPoolExecutor(1, get_context("spawn"), _load_llama_cpp, (str(file), threads)) as process:
+        yield lambda ids: process.submit(_evaluate_by_llama_cpp, ids).result()
 
 
 def texts_of(llm: Any, data: Path, tokens: int) -> Iterator[list[int]]:
@@ -146,9 +164,6 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     facts = environment()
-    other = llama_cpp(file, facts["threads"])
-    if other is not None:
-        evaluators["llama.cpp"] = other
 
     def progress(done: int) -> None:
         if sys.stderr.isatty():
@@ -156,7 +171,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
     # Compare them, and write the page.
     loads = [os.getloadavg()[0]]
-    figures = compare(evaluators, texts, progress)
+    with llama_cpp(file, facts["threads"]) as other:
+        if other is not None:
+            evaluators["llama.cpp"] = other
+        try:
+            figures = compare(evaluators, texts, progress)
+        except BrokenProcessPool:
+            del evaluators["llama.cpp"]
+            figures = compare(evaluators, texts, progress)
     count = sum(map(len, texts))
     columns = ["", "mean KL", "median KL", "largest KL", "top-1 agreement", "perplexity"]
     rows = [
@@ -170,6 +192,9 @@ def main(words: Sequence[str] | None = None) -> int:
         ]
         for name, row in figures.items()
     ]
+    if "llama.cpp" not in figures:
+        why = "not installed" if other is None else "its process ended unexpectedly"
+        rows.append(["llama.cpp", why, *[""] * (len(columns) - 2)])
     body = [
         f"Next-token distributions at {count:,} positions of {len(texts)} texts ({', '.join(WORKLOADS)}: prompt and "
         "reference answer), each beside the model with the same weights decoded to fp32.",

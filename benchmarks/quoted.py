@@ -81,7 +81,7 @@ def accuracy() -> str:
 
 
 def passes() -> str:
-    """Passes of packed weights beside llama.cpp's, then start and memory."""
+    """Passes of packed weights beside llama.cpp's."""
     lines = {line["type"]: line for line in _facts("packed-step")["figures"]}
     own, large = lines["own"], lines["1B"]
 
@@ -102,10 +102,8 @@ def passes() -> str:
     return (
         f"{_where('packed-step')}:\n\n{table}\n\n"
         f"The 1B model has random weights in the shape of Llama 3.2 1B; one row takes {floors[0]:.2f} times as long "
-        f"there as reading the weights (llama.cpp: {floors[1]:.2f}). A process with SmolLM2 "
-        f"({own['file_mb']:.0f} MB) uses {own['memory']['ours'][0]:.0f} MB after its first completion. From process "
-        f"start to the eighth token takes {own['start']['ours']:.1f} s; the first use on a machine "
-        "[takes longer](results/startup.md)."
+        f"as reading the weights (llama.cpp: {floors[1]:.2f}). Start and memory of both are on "
+        "[their page](results/startup.md)."
     )
 
 
