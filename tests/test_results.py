@@ -210,7 +210,7 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     small, _ = plan(["llama_cpp"], limit=1, llamacpp_bin=tmp_path / "bin")
     assert "--limit 2 " in " ".join(small["bench-packed-sampled"].words)
     assert "--limit 1 " in " ".join(small["llamacpp-examples"].words)
-    for limit, most in ((8, 140), (10, 160)):
+    for limit, most in ((8, 150), (10, 170)):  # an evening on two quiet cores
         pages, _ = plan(["llama_cpp", "openvino_genai"], limit=limit, llamacpp_bin=tmp_path / "bin")
         assert 90 < sum(step.minutes for name, step in pages.items() if name != "trained") < most
 
