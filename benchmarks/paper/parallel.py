@@ -49,6 +49,9 @@ PAPER = {
     "humaneval": {1: "2.7 to 2.8", 8: "3.9 to 4.0"},
     "classeval": {1: "2.7 to 2.8", 8: "3.9 to 4.0"},
 }
+#: Numbers of rows for which t(k) is measured. The widest shard has those of the base settings, at most 120, and
+#: recomputed rows.
+SHARD_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 #: S counts as flat if it grows by less than this factor from the fewest ranks to the most.
 FLAT_S = 1.05
 
@@ -221,10 +224,7 @@ def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
     exchange = exchange_seconds(EXCHANGES)
     methods = [Sharded(Lookahead(*triple_of(r)), RANKS if r == 1 else (r,)) for r in RANKS]
     records = study.run(methods, prompts, replace(study.options, warm=False))
-    largest = Lookahead(*triple_of(RANKS[-1])).max_step_rows
-    assert largest is not None
-    counts = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if k < largest] + [largest]
-    times = {str(k): seconds for k, seconds in step_times(study.model, counts).items()}
+    times = {str(k): seconds for k, seconds in step_times(study.model, SHARD_ROWS).items()}
     measured = {"exchange_seconds": exchange, "step_seconds": times, "kv_bytes": _kv_bytes(study.model)}
     return records, measured
 
