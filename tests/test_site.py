@@ -37,10 +37,7 @@ def built(tmp_path_factory):
     module("site").gather(folder / "docs")
     for name in ("mkdocs.base.yml", "mkdocs.yml", "mkdocs.zh.yml"):
         settings = (ROOT / name).read_text().replace("build/site", "out").replace("build/docs", "docs")
-        for theirs in ("docs/runtime", "docs/theme"):
-            settings = settings.replace(f"[{theirs}", f"[{ROOT}/{theirs}").replace(
-                f": {theirs}", f": {ROOT}/{theirs}"
-            )
+        settings = settings.replace(": docs/theme", f": {ROOT}/docs/theme")
         (folder / name).write_text(settings.replace("paths: [src]", f"paths: [{ROOT}/src]"))
     build = [sys.executable, "-m", "zensical", "build", "--strict"]
     if (
