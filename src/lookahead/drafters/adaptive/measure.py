@@ -331,47 +331,11 @@ def warm_up(target: Target) -> None:
             drafter.start(long).draft(8)
 
 
-class _BlankTarget(Target):
-    """A target without a model or torch, whose logits are all equal."""
-
-    path = "blank"
-    promise = ""
-    reason = "to compile the drafter's code"
-    vocabulary = 512
-
-    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[_BlankScores]:
-        return [_BlankScores() for _ in prompts]
-
-    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[_BlankScores]:
-        return [_BlankScores() for _ in trees]
-
-    def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
-        pass
-
-    def release(self, slot: int) -> None:
-        pass
-
-    def depth_limit(self, slot: int) -> int:
-        return 1 << 20
-
-
-class _BlankScores:
-    def best(self, node: int) -> int:
-        return 0
-
-    def row(self, node: int) -> list[float]:
-        return [0.0] * _BlankTarget.vocabulary
-
-    def hidden(self, node: int) -> None:
-        return None
-
-    def top(self, nodes: Sequence[int], k: int) -> tuple[list[list[int]], list[list[float]]]:
-        return [list(range(k)) for _ in nodes], [[0.0] * k for _ in nodes]
-
-
 def compile_all() -> None:
-    """Draft on a blank target, greedy and with noise."""
-    warm_up(_BlankTarget())
+    """Draft on a target without a model or torch, greedy and with noise."""
+    from ...testing import FakeTarget  # only the process that compiles ahead needs it
+
+    warm_up(FakeTarget(512))
 
 
 def precompile() -> None:
