@@ -35,7 +35,7 @@ from lookahead.targets.cpu.thread_pool import (
 from lookahead.targets.logits import LogitsBatch
 from lookahead.targets.paths import make_target
 from lookahead.testing import assert_same_as_autoregressive
-from test_cpu_target import FAMILIES, VOCABULARY, prompt, tiny
+from test_cpu_target import FAMILIES, VOCABULARY, of_capacity, prompt, tiny
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
@@ -56,12 +56,8 @@ def compiled_twice(
     family: str = "llama", dtype: torch.dtype = torch.float32, **changes: object
 ) -> tuple[CpuTarget, CpuTarget]:
     """Two targets on one model, each with its own cache; the model is checked and compiled once."""
-    model = tiny(family, dtype, **changes)
-    target, other = make_target(model, capacity=4), make_target(model, capacity=4)
-    assert isinstance(target, CpuTarget), target.reason
-    assert isinstance(other, CpuTarget), other.reason
-    assert target.cache is not other.cache
-    return target, other
+    target = make_target(tiny(family, dtype, **changes))
+    return of_capacity(target, 4), of_capacity(target, 4)
 
 
 def of_kind(kind: str, family: str = "llama", **changes: object) -> CpuTarget:

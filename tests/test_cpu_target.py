@@ -17,7 +17,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
-from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
+from lookahead.core import OutOfMemory, Request, SettingsError, Target, TokenTree
 from lookahead.drafters import Plain
 from lookahead.targets.cpu import REGISTRY, CpuTarget, Spec, register
 from lookahead.targets.cpu.cpu_target import PassLogits
@@ -168,6 +168,12 @@ def difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return float((logits - expected).double().abs().max() / expected.double().std().clamp(min=1))
 
 
+def of_capacity(target: Target, capacity: int) -> CpuTarget:
+    """A target on the same compiled model whose slots begin with this capacity."""
+    assert isinstance(target, CpuTarget), target.reason
+    return CpuTarget(target.compiled, target.facts, capacity, target.reason)
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     return [(7 * i * i + 3 * i + seed) % VOCABULARY for i in range(length)]
 
@@ -175,7 +181,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_transformers_target(family: str) -> None:
     model = tiny(family)
-    reference, target = make_target(model, path="transformers"), make_target(model, capacity=4)
+    reference, target = make_target(model, path="transformers"), of_capacity(make_target(model), 4)
     assert (reference.path, target.path) == ("transformers", "cpu"), target.reason
     lengths = {0: 9, 1: 23, 2: 1}
     start = [one.prefill([(s, prompt(n, s)) for s, n in lengths.items()]) for one in (reference, target)]
@@ -296,7 +302,7 @@ def test_a_long_prompt_in_chunks_is_one_prompt(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_slot_is_used_again_and_grows() -> None:
     model = tiny()
-    target = make_target(model, capacity=2)
+    target = of_capacity(make_target(model), 2)
     target.prefill([(3, prompt(40))])
     target.release(3)
     again = target.prefill([(3, prompt(9, 5))])[0].row(0)

@@ -67,9 +67,9 @@ def test_rows_have_the_bits_of_one_row_steps(family):
     """Across page ends and the boundary, in trees of several passes, batches of three, and a larger cache."""
     model, numbers = model_of(family, torch.bfloat16), random.Random(1)
     texts, starts, ends = [text(seed, 320) for seed in range(3)], (240, 10, 110), (320, 70, 150)
-    plain = make_target(model, 1, "exact")
+    plain = make_target(model, "exact")
     expected = [one_by_one(plain, 0, texts[i][: ends[i]], starts[i]) for i in range(3)]
-    target = make_target(model, 600, "exact")
+    target = ExactTarget(model, plain.facts, plain.attention, 600)
     assert plain.cache.capacity == 512 < target.cache.capacity  # only one grew
     target.prefill([(slot, tokens[: starts[slot]]) for slot, tokens in enumerate(texts)])
     at = list(starts)
@@ -93,7 +93,7 @@ def test_rows_have_the_bits_of_one_row_steps(family):
 
 
 def test_one_flipped_ancestor_changes_bits():
-    target = make_target(model_of("llama", torch.bfloat16), 256, "exact")
+    target = make_target(model_of("llama", torch.bfloat16), "exact")
     target.prefill([(0, text(0, 40))])
     tree = TokenTree(5)
     tree.add_candidate([6, 7, 8])

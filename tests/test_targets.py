@@ -262,7 +262,8 @@ def test_a_cache_that_cannot_double_allocates_only_the_slots_in_use(monkeypatch)
 @pytest.mark.parametrize("drafter", ["4,4,4", "jacobi:block_size=4", "prompt-lookup"])
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "bloom", "mpt"])
 def test_many_sequences_in_one_pass(family, drafter):
-    target = make_target(tiny_model(family, initializer_range=0.1), 16, path="transformers")
+    model = tiny_model(family, initializer_range=0.1)
+    target = TransformersTarget(model, probe(model).facts, 16)
     prompts = [[3, 4, 5, 3, 4, 5, 3], [9] * 11, [20, 21], [7, 8, 7, 8, 7]]
     assert_same_as_autoregressive(target, prompts, drafter, 40, frozenset({2}))
     assert target.lengths == {}
@@ -271,7 +272,9 @@ def test_many_sequences_in_one_pass(family, drafter):
 @pytest.mark.parametrize("path", ["transformers", "cpu"])
 def test_sequences_that_join_late_and_leave_gaps(path):
     model = tiny_model("llama", initializer_range=0.1)
-    target, prompts = make_target(model, 16, path), [[5, 6, 5, 6], [7, 8, 9], [30, 31, 30]]
+    made = make_target(model, path)
+    target = type(made)(made.compiled if path == "cpu" else model, made.facts, 16)
+    prompts = [[5, 6, 5, 6], [7, 8, 9], [30, 31, 30]]
     engine = Engine(lambda: target)
     limits = [50, 4, 30]
     joined = []

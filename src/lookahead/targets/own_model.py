@@ -85,8 +85,8 @@ class OwnModel(ABC):
         """What its passes can evaluate."""
 
     @abstractmethod
-    def make_target(self, capacity: int) -> Target:
-        """A fresh target with this initial capacity, in tokens per sequence."""
+    def make_target(self) -> Target:
+        """A fresh target."""
 
     def __getattr__(self, name: str) -> Any:
         """Called for missing attributes only, such as ``generate``, ``parameters`` and hooks.

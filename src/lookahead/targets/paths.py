@@ -41,17 +41,19 @@ class TargetPath:
     Attributes:
         name: ``Target.path`` of its targets.
         bit_equal: whether drafting changes no bit of the logits; else rows are equal up to rounding.
+        mode: the mode of the probe that it needs; "" for any.
         suits: (model, probe) -> whether ``path="auto"`` tries it.
-        make: (model, probe, capacity, reason) -> a target, or why there is none, in one line. ``reason`` is why no
-            earlier path was taken, or else the probe's result.
+        make: (model, facts, reason) -> a target, or why there is none, in one line. ``facts`` are those of the probe,
+            None except in the mode "tree". ``reason`` is why no earlier path was taken, or else the probe's result.
         notice: a warning, given once per model if ``path="auto"`` tries this path and has to take a later one; "" for
             none.
     """
 
     name: str
     bit_equal: bool
+    mode: str
     suits: Callable[[PreTrainedModel, Probe], bool]
-    make: Callable[[PreTrainedModel, Probe, int, str], Target | str]
+    make: Callable[[PreTrainedModel, ModelFacts, str], Target | str]
     notice: str = ""
 
 
@@ -68,14 +70,11 @@ def probe(model: PreTrainedModel | OwnModel) -> Probe:
     return remember(model, "probe", lambda: _probe(model))
 
 
-def make_target(
-    model: PreTrainedModel | OwnModel, capacity: int = 256, path: str = "auto", exact: bool = False
-) -> Target:
+def make_target(model: PreTrainedModel | OwnModel, path: str = "auto", exact: bool = False) -> Target:
     """A fresh target. ``target.path`` and ``target.reason`` tell which path was chosen and why.
 
     Args:
         model: a causal language model.
-        capacity: initial capacity in tokens per sequence; storage grows by doubling.
         path: the name of a path, or "auto" for the first in ``PATHS`` that suits the model and works.
         exact: allow only paths on which drafting changes no bit of the logits.
 
@@ -87,7 +86,7 @@ def make_target(
         asked = asked or ("exact=True" if exact and not model.bit_equal else "")
         if asked:
             raise SettingsError(f"{asked} is not available for {model.description}; {model.instead}")
-        return model.make_target(capacity)
+        return model.make_target()
     if path not in ("auto", *NAMES):
         raise SettingsError(f"path must be one of {', '.join(map(repr, ('auto', *NAMES)))}, got {path!r}")
     probed = probe(model)
@@ -98,8 +97,11 @@ def make_target(
     if not allowed and path != "auto":
         raise SettingsError(f"exact=True is not available on the path {path!r}; use path='auto'")
     reason = probed.reason
+    facts: Any = probed.facts
     for each in allowed:
-        made = each.make(model, probed, capacity, reason)
+        if each.mode not in ("", probed.mode):
+            continue
+        made = each.make(model, facts, reason)
         if not isinstance(made, str):
             return made
         reason = made
@@ -170,16 +172,12 @@ def _warn(text: str) -> None:
 # ------------------------------------------------------------------------------- a target, or why not
 
 
-def _cpu(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) -> Target | str:
+def _cpu(model: PreTrainedModel, facts: ModelFacts, reason: str) -> Target | str:
     """Compiled passes, whose rows are bit-identical in a step of any size."""
     from .cpu.cpu_target import CpuTarget
-    from .facts import ModelFacts
 
-    facts = probed.facts
-    if not isinstance(facts, ModelFacts):
-        return reason
     compiled, reason = remember(model, "cpu", lambda: _compiled(model, facts))
-    return CpuTarget(compiled, facts, capacity, reason) if compiled is not None else reason
+    return CpuTarget(compiled, facts, reason=reason) if compiled is not None else reason
 
 
 def _compiled(model: PreTrainedModel, facts: ModelFacts) -> tuple[CompiledModel | None, str]:
@@ -209,45 +207,35 @@ def _compiled(model: PreTrainedModel, facts: ModelFacts) -> tuple[CompiledModel 
     return compiled, f"{name} on CPU, {compiled.layout} ({result.reason})"
 
 
-def _cuda_graph(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) -> Target | str:
+def _cuda_graph(model: PreTrainedModel, facts: ModelFacts, reason: str) -> Target | str:
     """The model's own passes with a tree mask, captured as CUDA graphs."""
-    from .cuda_graphs import CAPACITY, CudaGraphTarget, captured_attention
-    from .facts import ModelFacts
+    from .cuda_graphs import CudaGraphTarget, captured_attention
 
-    facts = probed.facts
-    if not isinstance(facts, ModelFacts):
-        return reason
     attention, reason = captured_attention(model, facts)
     if attention is None:
         return reason
-    return CudaGraphTarget(model, facts, attention, max(capacity, CAPACITY), reason)
+    return CudaGraphTarget(model, facts, attention, reason=reason)
 
 
-def _transformers(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) -> Target | str:
+def _transformers(model: PreTrainedModel, facts: ModelFacts, reason: str) -> Target:
     """The model's own passes with a tree mask."""
-    from .facts import ModelFacts
     from .transformers import TransformersTarget
 
-    facts = probed.facts
-    return TransformersTarget(model, facts, capacity, reason) if isinstance(facts, ModelFacts) else reason
+    return TransformersTarget(model, facts, reason=reason)
 
 
-def _exact(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) -> Target | str:
+def _exact(model: PreTrainedModel, facts: ModelFacts, reason: str) -> Target | str:
     """The model's own passes with a fixed number of rows; bit-identical if its certificate holds."""
     import torch
 
     from .exact_mode import exact_target_class
-    from .facts import ModelFacts
 
-    facts = probed.facts
-    if not isinstance(facts, ModelFacts):
-        return reason
     # The number of threads is part of the key, because operations may depend on it.
     key = f"exact {torch.get_num_threads()}"
     attention, reason = remember(model, key, lambda: _exact_attention(model, facts))
     if attention is None:
         return reason
-    return exact_target_class(attention)(model, facts, attention, capacity, reason)
+    return exact_target_class(attention)(model, facts, attention, reason=reason)
 
 
 def _exact_attention(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAttention | None, str]:
@@ -304,14 +292,14 @@ def _certified(
     return attention, f"{name} in {how}, each row bit-identical at any index ({result.reason})"
 
 
-def _batch_rows(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) -> Target | str:
+def _batch_rows(model: PreTrainedModel, facts: object, reason: str) -> Target:
     """The paths of a tree as rows of a batch, for recurrent models."""
     from .batch_rows import BatchRowsTarget
 
-    return BatchRowsTarget(model, reason) if probed.mode == "batch-rows" else reason
+    return BatchRowsTarget(model, reason)
 
 
-def _plain(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) -> Target | str:
+def _plain(model: PreTrainedModel, facts: object, reason: str) -> Target:
     """One row per step, so nothing is drafted."""
     from .transformers import PlainTarget
 
@@ -320,18 +308,19 @@ def _plain(model: PreTrainedModel, probed: Probe, capacity: int, reason: str) ->
 
 #: All paths of transformers models. ``path="auto"`` takes the first that suits a model and works.
 PATHS = (
-    TargetPath("cpu", True, lambda model, probed: probed.mode == "tree" and not on_gpu(model), _cpu),
+    TargetPath("cpu", True, "tree", lambda model, probed: not on_gpu(model), _cpu),
     TargetPath(
         "cuda-graph",
         False,
-        lambda model, probed: probed.mode == "tree" and on_gpu(model),
+        "tree",
+        lambda model, probed: on_gpu(model),
         _cuda_graph,
         "steps are not captured: {reason}; using the transformers path, with the same result",
     ),
-    TargetPath("transformers", False, lambda model, probed: probed.mode == "tree", _transformers),
-    TargetPath("exact", True, lambda model, probed: probed.mode == "tree", _exact),
-    TargetPath("batch-rows", False, lambda model, probed: probed.mode == "batch-rows", _batch_rows),
-    TargetPath("plain", True, lambda model, probed: probed.mode != "tree", _plain),
+    TargetPath("transformers", False, "tree", lambda model, probed: True, _transformers),
+    TargetPath("exact", True, "tree", lambda model, probed: True, _exact),
+    TargetPath("batch-rows", False, "batch-rows", lambda model, probed: True, _batch_rows),
+    TargetPath("plain", True, "", lambda model, probed: probed.mode != "tree", _plain),
 )
 NAMES = tuple(path.name for path in PATHS)
 

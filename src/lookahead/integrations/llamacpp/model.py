@@ -79,6 +79,6 @@ class LlamaCppModel(OwnModel):
         reason = f"{self.description}: {why}; decoding one row per step"
         return Probe("plain", reason, found, None, half)
 
-    def make_target(self, capacity: int) -> Target:
+    def make_target(self) -> Target:
         """A ``LlamaCppTarget``. Its capacity comes from the model's options."""
         return LlamaCppTarget(self.contexts, self.probe().reason)

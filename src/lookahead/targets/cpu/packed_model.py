@@ -394,9 +394,9 @@ class PackedModel(OwnModel):
         """Mode "tree", without a comparison: there is one kind of pass, and it is bit-identical in any tree."""
         return Probe("tree", self.description, None, self.facts)
 
-    def make_target(self, capacity: int) -> Target:
+    def make_target(self) -> Target:
         """A ``CpuTarget``."""
-        return CpuTarget(self.compiled, self.facts, capacity, self.description)
+        return CpuTarget(self.compiled, self.facts, reason=self.description)
 
     def parameters(self) -> list[torch.Tensor]:
         """All weights, for ranks to check that they have the same model.
