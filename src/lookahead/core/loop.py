@@ -41,7 +41,7 @@ from .drafter import UNLIMITED_ROWS, DraftState
 from .errors import LookaheadError, NumericalError, OutOfMemory, SettingsError, failure
 from .sequence import Request, Sequence, Update
 from .stats import Stats, timed
-from .target import CachingTarget, Scores, Target
+from .target import Scores, Target
 from .tree import TokenTree
 from .verify import verify
 
@@ -329,7 +329,7 @@ class Engine:
         begin = sequence.evaluated
         if request.read_prompt is not None and not begin:
             room = 1  # a prefill returns the scores of its last row only
-        elif not begin and isinstance(target, CachingTarget):
+        elif not begin:
             room += target.known(request.prompt)  # reused tokens need no rows
         if begin:
             room = min(room, target.depth_limit(slot) + 1)
@@ -339,8 +339,7 @@ class Engine:
         if not begin:
             (scores,) = target.prefill([(slot, piece)])
             rows = [0]
-            if isinstance(target, CachingTarget):
-                sequence.cached = target.reused.get(slot, 0)
+            sequence.cached = target.reused.get(slot, 0)
         else:
             chain = TokenTree(piece[0])
             for row, token in enumerate(piece[1:]):

@@ -7,7 +7,8 @@ and, between ``forward`` and ``commit``, the pending rows of the tree.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from .errors import NumericalError
 from .tree import TokenTree
@@ -77,6 +78,9 @@ class Target(Protocol):
         runs_compiled: whether passes run this library's own compiled code. Their rows cost about as much as in
             ``CostCurve.typical``, and a light head is compiled as well.
         shares_module: whether passes run a torch module that other targets run too, so threads must take turns.
+        keeps_prefixes: whether a slot can start with the keys and values of another one (``reuse``), and reused rows
+            equal those of a prompt evaluated as a whole.
+        reused: for each slot in use, the number of prompt tokens that were reused (``engine.prefix_cache``).
     """
 
     path: str
@@ -87,6 +91,8 @@ class Target(Protocol):
     gives_hidden: bool = False
     runs_compiled: bool = False
     shares_module: bool = False
+    keeps_prefixes: bool = False
+    reused: Mapping[int, int] = MappingProxyType({})
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> Sequence[Scores]:
         """Evaluate and commit whole prompts, each in its slot. Node 0 of the scores is the last token.
@@ -126,9 +132,23 @@ class Target(Protocol):
         """
         return self.depth_limit(slot)
 
+    def known(self, prompt: Sequence[int]) -> int:
+        """The number of tokens of this prompt that would be reused."""
+        return 0
+
+    def reuse(self, slot: int, source: int, length: int) -> None:
+        """Start a slot with the first ``length`` tokens of another slot; truncate it if both are the same slot.
+
+        The next ``prefill`` of the slot evaluates only the tokens that follow. Called only if ``keeps_prefixes``.
+        """
+        raise AssertionError("reuse needs a target that keeps prefixes")
+
 
 def adopt_properties(target: Target, inner: Target) -> None:
-    """Give a target the attributes of the target that evaluates its trees."""
+    """Give a target the attributes of the target that evaluates its trees.
+
+    ``keeps_prefixes`` is not among them, because the target itself must implement ``reuse``.
+    """
     target.path = inner.path
     target.promise = inner.promise
     target.reason = inner.reason
@@ -137,18 +157,3 @@ def adopt_properties(target: Target, inner: Target) -> None:
     target.gives_hidden = inner.gives_hidden
     target.runs_compiled = inner.runs_compiled
     target.shares_module = inner.shares_module
-
-
-@runtime_checkable
-class CachingTarget(Target, Protocol):
-    """A target that keeps finished sequences for prompts with the same prefix (``engine.prefix_cache``).
-
-    Attributes:
-        reused: for each slot in use, the number of prompt tokens that were reused.
-    """
-
-    reused: Mapping[int, int]
-
-    def known(self, prompt: Sequence[int]) -> int:
-        """The number of tokens of this prompt that would be reused."""
-        ...

@@ -8,28 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import Protocol, runtime_checkable
 
 from ..core import OutOfMemory, Scores, Target, TokenTree, common_prefix
 from ..core.target import adopt_properties
-
-
-@runtime_checkable
-class ReusingTarget(Target, Protocol):
-    """A target that can start a slot with the keys and values of another slot.
-
-    Attributes:
-        keeps_prefixes: whether reused rows equal those of a prompt evaluated as a whole.
-    """
-
-    keeps_prefixes: bool
-
-    def reuse(self, slot: int, source: int, length: int) -> None:
-        """Start a slot with the first ``length`` tokens of another slot; truncate it if both are the same slot.
-
-        The next ``prefill`` of the slot evaluates only the tokens that follow.
-        """
-        ...
 
 
 class PrefixTarget(Target):
@@ -50,7 +31,7 @@ class PrefixTarget(Target):
     reason: str
     vocabulary: int
 
-    def __init__(self, target: ReusingTarget, kept: int) -> None:
+    def __init__(self, target: Target, kept: int) -> None:
         adopt_properties(self, target)
         self.reused: dict[int, int] = {}
         self._target = target
@@ -156,6 +137,4 @@ class PrefixTarget(Target):
 
 def with_prefixes(target: Target, kept: int) -> Target:
     """The target with prefix caching; the target itself if its rows cannot be reused or ``kept`` is 0."""
-    if kept and isinstance(target, ReusingTarget) and target.keeps_prefixes:
-        return PrefixTarget(target, kept)
-    return target
+    return PrefixTarget(target, kept) if kept and target.keeps_prefixes else target

@@ -110,6 +110,8 @@ class TransformersTarget(StoredTarget):
         self.vocabulary = facts.vocabulary
         self.cache = TreeCache(facts.shapes, facts.dtype, model.device, capacity) if cache is None else cache
         self.lengths = self.cache.lengths
+        # Where rotary frequencies change with the length, kept keys may have those of another length.
+        self.keeps_prefixes = type(self) is TransformersTarget and facts.rope_boundary > facts.max_positions
 
     def depth_limit(self, slot: int) -> int:
         """The positions left, except where a tree would need one set of rotary frequencies per depth."""
@@ -125,11 +127,6 @@ class TransformersTarget(StoredTarget):
         if length < facts.rope_boundary:
             end = min(end, facts.rope_boundary)
         return max(0, end - 1 - length)
-
-    @property
-    def keeps_prefixes(self) -> bool:
-        """Whether a sequence can reuse the keys and values of a prefix that it shares with another."""
-        return type(self) is TransformersTarget and self.facts.rope_boundary > self.facts.max_positions
 
     def read(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
         """Copies of the slot's keys and values, per layer, each (1, heads, T, size); None for a layer without any."""
