@@ -1,4 +1,7 @@
-"""JSON lines to resume a run from: torn lines, repeated ids, a full disk. Killed processes: test_soak.py."""
+"""JSON lines to resume a run from: torn lines, repeated ids, a full disk; files that are replaced.
+
+Killed processes: test_soak.py.
+"""
 
 import json
 import os
@@ -9,7 +12,7 @@ from typer.testing import CliRunner
 
 from lookahead.cli import app
 from lookahead.core import SettingsError
-from lookahead.records import RecordWriter, drop_torn_line, read_records
+from lookahead.records import RecordWriter, drop_torn_line, read_records, replacing
 from toy import save
 
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
@@ -180,3 +183,19 @@ def test_an_id_that_is_no_json(name, model, tmp_path):
     (record,) = lines(out)
     assert record["id"] is None
     assert f"{name} is not JSON" in record["error"]
+
+
+def test_a_file_is_replaced_as_a_whole_or_kept(tmp_path):
+    path = tmp_path / "state.npz"
+    with replacing(path) as temporary:
+        temporary.write_text("old")
+
+    def interrupted():
+        with replacing(path) as temporary:
+            temporary.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["state.npz"]

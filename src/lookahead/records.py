@@ -1,4 +1,4 @@
-"""Records of a run as JSON lines, which a later run continues.
+"""Files that a later run reads: records as JSON lines, which it continues, and files that are replaced as a whole.
 
 A record is one line, written by one unbuffered call and synchronized to disk. A killed process therefore leaves
 complete lines and at most one incomplete line at the end, which readers skip and the next writer removes.
@@ -11,8 +11,8 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,26 @@ def not_writable(name: object, error: OSError, instead: str = "") -> SettingsErr
     return SettingsError(
         f"{name} must be a writable folder with free disk space ({reason}){instead and '; '}{instead}"
     )
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Replace a file atomically: readers see either the older file or the complete new one.
+
+    The block writes to the temporary file that it is given. If it raises, the older file is kept.
+
+    Args:
+        path: the file, in an existing folder.
+
+    Raises:
+        OSError: the file cannot be replaced.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def finite(value: Any) -> Any:

@@ -11,7 +11,6 @@ states differ, so those of one text are computed again and compared.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..core import SettingsError, Target, TokenTree
-from ..records import not_writable
+from ..records import not_writable, replacing
 from .self_text import Folder, read_part
 
 #: Number of rows per pass.
@@ -127,13 +126,8 @@ def _is_own(target: Target, hidden: int, part: Path, file: Path) -> bool:
 
 
 def _save(file: Path, states: Array) -> None:
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as opened:
-            np.save(opened, states)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(file) as temporary, temporary.open("wb") as opened:
+        np.save(opened, states)
 
 
 def states_of(target: Target, hidden: int, prompt: list[int], completion: list[int]) -> Array:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -41,6 +40,7 @@ from ..drafters.adaptive.calibration import GREEDY_GUESSES, PROBABILITIES, SAMPL
 from ..drafters.adaptive.memory import GUESSES
 from ..drafters.adaptive.sources.light_head import READ_SAMPLED, sampled_guess_kinds
 from ..models.head_file import BLOCK, MAX_LEVELS, HeadWeights
+from ..records import replacing
 from ..targets.head_network import HeadNetwork
 from .self_text import read_part
 
@@ -480,17 +480,12 @@ class Training:
             tensors |= {f"{key}.{name}": moments[key] for key in ("exp_avg", "exp_avg_sq") if key in moments}
         texts = {"identity": self._identity, "step": str(self.step), "seconds": str(self.seconds)}
         texts |= {"loss": str(self._loss), "dtype": str(self._dtype).removeprefix("torch.")}
-        temporary = self.file.with_suffix(f".{os.getpid()}.tmp")
+        content = save({name: value.contiguous() for name, value in tensors.items()}, texts)
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            try:
+            with replacing(self.file) as temporary:
                 # ``save_file`` raises no OSError, and makes a file that other users cannot read.
-                temporary.write_bytes(
-                    save({name: value.contiguous() for name, value in tensors.items()}, texts)
-                )
-                os.replace(temporary, self.file)
-            finally:
-                temporary.unlink(missing_ok=True)
+                temporary.write_bytes(content)
         except OSError as error:
             raise SettingsError(
                 f"{self.file} must be a writable file with free disk space ({first_line(error)})"

@@ -26,6 +26,7 @@ import numpy as np
 
 from ..core import SettingsError
 from ..core.errors import first_line
+from ..records import replacing
 
 FORMAT = "lookahead light head 1"
 #: Numbers per block, and bytes per block by the bits of a number.
@@ -141,14 +142,9 @@ class HeadWeights:
                 tensors[f"{name}_{part}"] = np.ascontiguousarray(array, np.float32)
         numbers = {name: getattr(self, name) for name in NUMBERS}
         texts = {"format": FORMAT, "numbers": json.dumps(numbers), "about": json.dumps(dict(self.about))}
-        path = Path(path)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
+        with replacing(Path(path)) as temporary:
             # ``save_file`` raises no OSError, and makes a file that other users cannot read.
             temporary.write_bytes(save(tensors, texts))
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def load_head(path: str | os.PathLike[str]) -> HeadWeights:

@@ -29,7 +29,7 @@ from llvmlite.binding import get_host_cpu_name
 
 from ...core import SettingsError
 from ...core.target import MOST_ROWS, MOST_SEQUENCES
-from ...records import cache_folder
+from ...records import cache_folder, replacing
 from ...threads import thread_count
 
 #: Tokens of context that share a table.
@@ -212,15 +212,11 @@ def save_curve(model: str, curve: CostCurve) -> Path:
     """
     path = curve_file(model)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     about = {"format": FORMAT, "machine": machine(), "model": model}
     costs = {"rows": curve.rows, "sequences": curve.sequences}
     times = {"drafting": curve.drafting, "seconds": curve.seconds}
-    try:
+    with replacing(path) as temporary:
         temporary.write_text(json.dumps({**about, **costs, **times}))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 

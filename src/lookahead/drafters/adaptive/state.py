@@ -6,7 +6,6 @@ passes it. The caller chooses the state's scope.
 
 from __future__ import annotations
 
-import os
 import tokenize
 import zipfile
 import zlib
@@ -19,6 +18,7 @@ import numpy as np
 
 from ...core import SettingsError
 from ...core.errors import first_line
+from ...records import replacing
 from .calibration import ORDERS, count_guesses, load, new_calibration
 from .settings import AdaptiveSettings
 from .sources.base_table import BaseTable
@@ -123,7 +123,6 @@ class AdaptiveState:
 
         The file is a numpy archive without pickled objects. It contains statistics of the decoded sequences.
         """
-        # Collect the arrays.
         arrays: dict[str, Any] = {"format": np.array(FORMAT), "scope": np.array(self.scope)}
         with self.lock:
             for sampled, tables in self._tables.items():
@@ -135,15 +134,8 @@ class AdaptiveState:
                     buckets = getattr(tables.calibration, kind)
                     arrays |= {f"{name}.{kind}.{part}": buckets[part].copy() for part in ("hits", "trials")}
 
-        # Write a temporary file and rename it, so that readers never see an incomplete file.
-        path = Path(path)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                np.savez_compressed(file, **arrays)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(Path(path)) as temporary, temporary.open("wb") as file:
+            np.savez_compressed(file, **arrays)
 
     @classmethod
     def load(

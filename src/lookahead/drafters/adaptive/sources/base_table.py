@@ -36,7 +36,7 @@ import numpy as np
 
 from ....core import SettingsError
 from ....jit import compiled, int64
-from ....records import not_writable
+from ....records import not_writable, replacing
 from ..calibration import (
     BASE_AXES,
     BASE_COUNTS,
@@ -298,14 +298,10 @@ def save_table(
         raise SettingsError(
             f"a base table must have at most {LARGEST_FILE} bytes, but this one has {len(content)}"
         )
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with replacing(path) as temporary:
             temporary.write_bytes(content)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise not_writable(path.parent, error) from None
 
