@@ -11,10 +11,11 @@ import torch
 import lookahead
 from lookahead.core import SettingsError
 from lookahead.drafters import Adaptive, Plain
-from lookahead.learning import hidden_states, train_head
+from lookahead.learning import hidden_states
 from lookahead.learning.head_learner import HeadLearner
 from lookahead.learning.hidden_states import collect, states_of
 from lookahead.learning.self_text import Folder
+from lookahead.learning.table import MOST_TRIALS
 from lookahead.learning.train_head import Training, TrainSettings
 from lookahead.models.head_file import load_head
 from lookahead.targets import light_head
@@ -125,7 +126,7 @@ def test_a_head_learns_what_follows(chats):
     assert len(head.shortlist) == 64
     hits, trials = head.counts["greedy"]
     assert (hits <= trials).all()
-    assert trials.max() <= train_head.MOST_TRIALS
+    assert trials.max() <= MOST_TRIALS
     assert trials[0].sum() > 0
 
 

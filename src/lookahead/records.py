@@ -77,6 +77,12 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def must(right: Any, otherwise: str) -> None:
+    """Raise ValueError, with what is wrong about a file, unless this is right."""
+    if not right:
+        raise ValueError(otherwise)
+
+
 def finite(value: Any) -> Any:
     """The value with NaN and infinities, which JSON lacks, replaced by None."""
     if isinstance(value, Mapping):

@@ -10,10 +10,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from ..core import Drafter, Request, Target
 from ..drafters import Adaptive, Plain
 from ..targets.limits import Probe
-from .progress import say
 
 if TYPE_CHECKING:
     from ..drafters.adaptive.cost import CostCurve
@@ -98,7 +99,7 @@ class Admission:
         """The light head with this name. None if it cannot be used; the reason is printed once."""
         from ..targets.light_head import head_of  # imports numba
 
-        return head_of(self._model, target, wanted, self._make_target, say)
+        return head_of(self._model, target, wanted, self._make_target, _say)
 
     @cached_property
     def _base_table(self) -> BaseTable | None:
@@ -112,5 +113,12 @@ class Admission:
         """The cost curve of the model on this machine, read from disk or measured now."""
         from ..drafters.adaptive.measure import cost_path, curve_of  # imports numba
 
-        self._curve = curve_of(self._model, cost_path(target), self._make_target, say)
+        self._curve = curve_of(self._model, cost_path(target), self._make_target, _say)
         return self._curve
+
+
+def _say(line: str) -> None:
+    """Print a line to stderr."""
+    Console(stderr=True, highlight=False).print(
+        f"lookahead: {line}", style="dim", markup=False, soft_wrap=True
+    )

@@ -15,7 +15,7 @@ from ..models.head_file import BLOCK, HeadWeights
 from ..records import cache_folder
 from ..targets.light_head import own_head_file, row_readers, sizes_of
 from .hidden_states import check_room, collect
-from .self_text import Folder, Writer, check_output, check_same_model
+from .self_text import Folder, Writer, check_folder, check_output, check_same_model
 from .train_head import Positions, Training, TrainSettings
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class HeadLearner:
         self.folder = cache_folder() / "heads" / name
         self.output = output if output is not None else own_head_file(llm.model)
         for folder in (self.texts.path, self.folder):
-            Folder(folder, scan=False).check_writable()
+            check_folder(folder)
         check_output(self.output)
         check_same_model(self._target, self.texts)
         self._writer = Writer(llm, self.texts)

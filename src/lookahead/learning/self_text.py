@@ -176,10 +176,6 @@ class Folder:
         self.next_number = max([self.next_number, *(text.number + 1 for text in texts)])
         self.tokens += sum(len(text.completion) for text in texts)
 
-    def check_writable(self) -> None:
-        """Raise SettingsError unless the folder can be written, to be called before hours of work."""
-        check_writable(self.path, str(self.path), "set XDG_CACHE_HOME or give another path")
-
     def parts(self) -> list[Path]:
         """The files, in the order of their creation."""
         return sorted(self.path.glob("part-*.npz"))
@@ -265,11 +261,16 @@ def _locked(folder: Path) -> _Lock:
     return lock
 
 
+def check_folder(folder: Path) -> None:
+    """Raise SettingsError unless the folder can be written, to be called before hours of work."""
+    check_writable(folder, str(folder), "set XDG_CACHE_HOME or give another path")
+
+
 def check_output(file: Path) -> None:
     """Raise SettingsError unless the file can be written, to be called before hours of work."""
     if file.is_dir():
         raise SettingsError(f"--output must be a file, got the folder {file}")
-    Folder(file.absolute().parent, scan=False).check_writable()
+    check_folder(file.absolute().parent)
 
 
 def check_same_model(target: Target, folder: Folder) -> None:

@@ -35,7 +35,6 @@ LEAST = 0.004
 HELD_OUT = 10
 #: Largest number of initial trials per bucket, so that a request's own tokens still matter.
 MOST_TRIALS = 100.0
-
 #: Largest number of held-out positions at which proposals are counted.
 MOST_PLACES = 20_000
 
@@ -262,10 +261,11 @@ def count_kinds(trie: Trie, places: Places) -> dict[str, tuple[Array, Array]]:
             kind = base_table.sampled_kind(trie, node, own[order[0]], second, own[i], place == 0)
             sampled[1][kind] += 1
             sampled[0][kind] += entry[i] == truth
-    return {name: _limited(*part) for name, part in (("greedy", greedy), ("sampled", sampled))}
+    return {name: limited(*part) for name, part in (("greedy", greedy), ("sampled", sampled))}
 
 
-def _limited(hits: Array, trials: Array) -> tuple[Array, Array]:
+def limited(hits: Array, trials: Array) -> tuple[Array, Array]:
+    """The counts of each bucket, scaled down to at most ``MOST_TRIALS`` trials."""
     scale = np.minimum(1.0, MOST_TRIALS / np.maximum(trials, 1.0))
     return hits * scale, trials * scale
 

@@ -15,7 +15,7 @@ from ..core import SettingsError
 from ..drafters.adaptive.base_files import learned_file, table_name
 from ..drafters.adaptive.sources.base_table import BaseTable, open_table, save_table
 from ..records import cache_folder
-from .self_text import Folder, Writer, check_output, check_same_model
+from .self_text import Folder, Writer, check_folder, check_output, check_same_model
 from .table import build
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Learner:
         self._name = table_name(config)
         self.output = output if output is not None else learned_file(config)
         self.folder = Folder(cache_folder() / "self-text" / self._name)
-        self.folder.check_writable()
+        check_folder(self.folder.path)
         check_output(self.output)
         check_same_model(llm.target(), self.folder)
         self._writer = Writer(llm, self.folder)

@@ -43,6 +43,7 @@ from ..models.head_file import BLOCK, MAX_LEVELS, HeadWeights
 from ..records import replacing
 from ..targets.head_network import HeadNetwork
 from .self_text import read_part
+from .table import limited
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -54,8 +55,6 @@ MEASURED = 20_000
 BEST = (1, 2, 4, 8)
 #: The temperature of the sampled counts.
 TEMPERATURE = 0.8
-#: Largest number of trials per bucket.
-MOST_TRIALS = 100.0
 #: The dtypes of matrix products, by name.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Seconds between checkpoints.
@@ -254,9 +253,9 @@ class Report:
     def counts(self) -> dict[str, tuple[Array, Array]]:
         """``HeadWeights.counts``, with trials limited so that a sequence's own counts soon dominate."""
         counts = {}
-        for name, (hits, trials) in self._counts.items():
-            scale = np.minimum(1.0, MOST_TRIALS / np.maximum(trials, 1.0))
-            counts[name] = (hits * scale).astype(np.float32), (trials * scale).astype(np.float32)
+        for name, parts in self._counts.items():
+            hits, trials = limited(*parts)
+            counts[name] = hits.astype(np.float32), trials.astype(np.float32)
         return counts
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..core import NumericalError, OutOfMemory, SettingsError, Target, TokenTree
-from ..drafters.adaptive.base_files import table_name
+from ..drafters.adaptive.base_files import existing_files, table_name
 from ..models.head_file import HeadWeights, load_head
 from ..records import cache_folder
 from .own_model import OwnModel
@@ -108,10 +107,7 @@ def own_head_file(model: Any) -> Path:
 
 def find_head(model: Any) -> Path | None:
     """The light head of a model: the one trained on this machine, else the included one, else None."""
-    for file in (own_head_file(model), INCLUDED / own_head_file(model).name):
-        if os.path.isfile(file):  # Path.is_file may raise PermissionError; see ``table_files``
-            return file
-    return None
+    return next(iter(existing_files(own_head_file(model), INCLUDED)), None)
 
 
 def head_of(

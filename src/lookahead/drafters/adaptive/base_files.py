@@ -38,11 +38,15 @@ def learned_file(config: Any) -> Path:
     return cache_folder() / "tables" / f"{table_name(config)}.safetensors"
 
 
+def existing_files(own: Path, included: Path) -> list[Path]:
+    """Those of a model's files that exist: the one made on this machine, then the one included in the package."""
+    # Path.is_file raises PermissionError before Python 3.14 if the home folder is not accessible.
+    return [file for file in (own, included / own.name) if os.path.isfile(file)]
+
+
 def table_files(config: Any) -> list[Path]:
     """The tables of a model that exist: the learned one, then the included one."""
-    files = learned_file(config), INCLUDED / f"{table_name(config)}.safetensors"
-    # Path.is_file raises PermissionError before Python 3.14 if the home folder is not accessible.
-    return [file for file in files if os.path.isfile(file)]
+    return existing_files(learned_file(config), INCLUDED)
 
 
 def find_base_table(config: Any) -> Path | None:

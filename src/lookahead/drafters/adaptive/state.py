@@ -18,7 +18,7 @@ import numpy as np
 
 from ...core import SettingsError
 from ...core.errors import first_line
-from ...records import replacing
+from ...records import must, replacing
 from .calibration import ORDERS, count_guesses, load, new_calibration
 from .settings import AdaptiveSettings
 from .sources.base_table import BaseTable
@@ -181,28 +181,23 @@ class AdaptiveState:
         for kind in SAVED:
             buckets = getattr(tables.calibration, kind)
             hits, trials = arrays[f"{name}.{kind}.hits"], arrays[f"{name}.{kind}.trials"]
-            _must(hits.shape == trials.shape == buckets.shape, "another number of buckets")
+            must(hits.shape == trials.shape == buckets.shape, "another number of buckets")
             within = np.isfinite(trials) & (hits >= 0) & (hits <= trials)
-            _must(within.all(), "hits must lie between 0 and trials")
+            must(within.all(), "hits must lie between 0 and trials")
             load(buckets, hits, trials)
-
-
-def _must(right: Any, otherwise: str) -> None:
-    if not right:
-        raise ValueError(otherwise)
 
 
 def _check(keys: Any, ids: Any, odds: Any, origins: Any) -> None:
     """Raise ValueError unless these are valid entries of one order of the logit cache."""
     arrays = (keys, ids, odds, origins)
-    _must([part.ndim for part in arrays] == [1, 2, 2, 1], "arrays with wrong dimensions")
-    _must([part.dtype.kind for part in arrays] == list("iifi"), "arrays of the wrong type")
-    _must(len({len(part) for part in arrays}) == 1 and ids.shape == odds.shape, "arrays of unequal length")
-    _must(1 <= ids.shape[1] <= MAX_WIDTH, f"entries of {ids.shape[1]} tokens")
+    must([part.ndim for part in arrays] == [1, 2, 2, 1], "arrays with wrong dimensions")
+    must([part.dtype.kind for part in arrays] == list("iifi"), "arrays of the wrong type")
+    must(len({len(part) for part in arrays}) == 1 and ids.shape == odds.shape, "arrays of unequal length")
+    must(1 <= ids.shape[1] <= MAX_WIDTH, f"entries of {ids.shape[1]} tokens")
     if len(keys):
-        _must(keys.min() >= 0 and len(np.unique(keys)) == len(keys), "keys must be distinct and not negative")
+        must(keys.min() >= 0 and len(np.unique(keys)) == len(keys), "keys must be distinct and not negative")
         here = ids >= 0
         gapless = here[:, 0].all() and (here[:, 1:] <= here[:, :-1]).all()
-        _must(gapless and -1 <= ids.min() <= ids.max() < 1 << SHIFT, "token ids out of range")
-        _must(0 <= origins.min() <= origins.max() <= 2, "an origin is out of range")
-        _must((odds[here] <= 0).all() and not (odds > 0).any(), "log-odds must not be above 0")
+        must(gapless and -1 <= ids.min() <= ids.max() < 1 << SHIFT, "token ids out of range")
+        must(0 <= origins.min() <= origins.max() <= 2, "an origin is out of range")
+        must((odds[here] <= 0).all() and not (odds > 0).any(), "log-odds must not be above 0")

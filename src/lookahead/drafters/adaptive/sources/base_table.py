@@ -36,7 +36,7 @@ import numpy as np
 
 from ....core import SettingsError
 from ....jit import compiled, int64
-from ....records import not_writable, replacing
+from ....records import must, not_writable, replacing
 from ..calibration import (
     BASE_AXES,
     BASE_COUNTS,
@@ -331,8 +331,8 @@ def _opened(path: Path, *version: int) -> BaseTable:
         counts = {}
         for name, axes in zip(("greedy", "sampled"), BASE_AXES, strict=True):
             hits, trials = arrays[f"{name}_hits"], arrays[f"{name}_trials"]
-            _must(hits.shape == trials.shape == (math.prod(axes),), "the wrong number of buckets")
-            _must(bool((np.isfinite(trials) & (hits >= 0) & (hits <= trials)).all()), "hits above trials")
+            must(hits.shape == trials.shape == (math.prod(axes),), "the wrong number of buckets")
+            must(bool((np.isfinite(trials) & (hits >= 0) & (hits <= trials)).all()), "hits above trials")
             counts[name] = hits, trials
         return BaseTable(path, trie, counts, vocabulary, about["model"], learned)
     except (ValueError, KeyError, OSError) as error:
@@ -345,7 +345,7 @@ def _mapped(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
     size = path.stat().st_size
-    _must(size <= LARGEST_FILE, f"it has {size} bytes, but may have at most {LARGEST_FILE}")
+    must(size <= LARGEST_FILE, f"it has {size} bytes, but may have at most {LARGEST_FILE}")
     try:
         with safe_open(path, framework="np") as opened:  # checks the header, and that the file is complete
             about = opened.metadata() or {}
@@ -365,8 +365,8 @@ def _mapped(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
         kind = np.dtype(dtype)
         shape = entry["shape"]
         begin = 8 + length + entry["data_offsets"][0]
-        _must(entry["dtype"] == f"{kind.kind.upper()}{8 * kind.itemsize}", f"{name} has the wrong type")
-        _must(begin % kind.itemsize == 0, f"{name} is not aligned")
+        must(entry["dtype"] == f"{kind.kind.upper()}{8 * kind.itemsize}", f"{name} has the wrong type")
+        must(begin % kind.itemsize == 0, f"{name} is not aligned")
         array = (
             np.frombuffer(memory, kind, int(np.prod(shape)), begin) if np.prod(shape) else np.zeros(0, kind)
         )
@@ -374,21 +374,16 @@ def _mapped(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     return about, arrays
 
 
-def _must(right: Any, otherwise: str) -> None:
-    if not right:
-        raise ValueError(otherwise)
-
-
 def _check(trie: Trie, vocabulary: int) -> None:
     """Raise ValueError unless every index in these arrays is in range and everything is in order."""
     nodes = len(trie.low)
-    _must(0 < vocabulary <= MAX_VOCABULARY, f"a vocabulary of {vocabulary} tokens")
-    _must(trie.roots.shape == (vocabulary,), "roots for a different vocabulary")
-    _must(trie.children.ndim == 1 and len(trie.children) >= 1, "no children")
-    _must(trie.low.shape == trie.high.shape == trie.counts.shape == (nodes,), "arrays of unequal length")
+    must(0 < vocabulary <= MAX_VOCABULARY, f"a vocabulary of {vocabulary} tokens")
+    must(trie.roots.shape == (vocabulary,), "roots for a different vocabulary")
+    must(trie.children.ndim == 1 and len(trie.children) >= 1, "no children")
+    must(trie.low.shape == trie.high.shape == trie.counts.shape == (nodes,), "arrays of unequal length")
     width = trie.logs.shape[-1] if trie.logs.ndim == 2 else 0
-    _must(1 <= width <= MAX_WIDTH, f"entries of {width} tokens")
-    _must(
+    must(1 <= width <= MAX_WIDTH, f"entries of {width} tokens")
+    must(
         trie.ids_low.shape == trie.ids_high.shape == trie.logs.shape == (nodes, width),
         "entries of different shapes",
     )
@@ -396,20 +391,20 @@ def _check(trie: Trie, vocabulary: int) -> None:
     # The nodes of each level are contiguous, and so are the children of each node.
     first = int((trie.roots >= 0).sum())
     children = trie.children.astype(np.int64)
-    _must(np.array_equal(trie.roots[trie.roots >= 0], np.arange(first)), "roots out of order")
-    _must(children[0] == first and len(children) > first, "children out of range")
-    _must((np.diff(children) >= 0).all() and children[-1] == nodes, "children out of order")
-    _must(children[first] == len(children) - 1, "levels out of order")
+    must(np.array_equal(trie.roots[trie.roots >= 0], np.arange(first)), "roots out of order")
+    must(children[0] == first and len(children) > first, "children out of range")
+    must((np.diff(children) >= 0).all() and children[-1] == nodes, "children out of order")
+    must(children[first] == len(children) - 1, "levels out of order")
     tokens = trie.high.astype(np.int64) << 16 | trie.low
     if nodes:
         ends = np.zeros(nodes, bool)
         ends[children[children < nodes]] = True  # the first child of a node
         ends[0] = True
-        _must(((np.diff(tokens) > 0) | ends[1:]).all() and tokens.max() < vocabulary, "tokens out of order")
+        must(((np.diff(tokens) > 0) | ends[1:]).all() and tokens.max() < vocabulary, "tokens out of order")
 
     # The candidates of an entry are tokens, likeliest first.
     ids = trie.ids_high.astype(np.int64) << 16 | trie.ids_low
     there = trie.logs != ABSENT
-    _must((ids[there] < vocabulary).all(), "a token out of range")
-    _must((trie.logs[:, 1:] >= trie.logs[:, :-1]).all(), "probabilities out of order")
-    _must((there[:, 0] == (trie.counts > 0)).all(), "an entry without tokens")
+    must((ids[there] < vocabulary).all(), "a token out of range")
+    must((trie.logs[:, 1:] >= trie.logs[:, :-1]).all(), "probabilities out of order")
+    must((there[:, 0] == (trie.counts > 0)).all(), "an entry without tokens")
