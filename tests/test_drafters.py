@@ -59,6 +59,7 @@ from lookahead.testing import FakeTarget, assert_same_as_autoregressive, run
         ({"drafter": "text"}, Lookahead.preset("text")),
         ({"drafter": "7,4,3", "seed": 2}, Lookahead(7, 4, 3, seed=2)),
         ({}, Adaptive()),
+        (None, Adaptive()),
     ],
     ids=str,
 )
@@ -94,7 +95,6 @@ def test_what_reads_as_which_drafter(value, expected):
         ({"pool": NGramPool(1)}, "has no setting 'pool'"),
         (3.5, "drafter must be a Drafter such as .* got 3.5"),
         (Lookahead, "drafter must be a Drafter such as"),
-        (None, "got None"),
         ((15, 5, 15), r"drafter must be a Drafter .* got \(15, 5, 15\)"),
     ],
     ids=str,

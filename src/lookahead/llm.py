@@ -76,7 +76,7 @@ class LLM:
     Args:
         model: a transformers causal language model in eval mode, a ``PackedModel`` or a ``LlamaCppModel``.
         tokenizer: None if there is none; prompts must then be token ids.
-        drafter: the default drafter of calls: anything that ``as_drafter`` accepts, or None for ``Adaptive()``.
+        drafter: the default drafter of calls: anything that ``as_drafter`` accepts; None for ``Adaptive()``.
         exact: allow only paths on which drafting leaves the logits bit-identical.
         name: a display name.
         tokenizer_error: why there is no tokenizer, for error messages.
@@ -106,7 +106,7 @@ class LLM:
         self.tokenizer_error = tokenizer_error
         self.rank_group: RankGroup | None = None
         self.name = name or type(model).__name__
-        self.drafter = as_drafter(drafter) if drafter is not None else Adaptive()
+        self.drafter = as_drafter(drafter)
         with turn(model):
             self.probe = probe(model)
         self.exact = exact

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Never
 from .checkpoints import Checkpoint
 from .core import SettingsError
 from .core.errors import first_line
-from .drafters import Adaptive
 from .engine.admission import precompile
 from .integrations.llamacpp.library import library
 from .integrations.llamacpp.model import LlamaCppModel
@@ -123,8 +122,7 @@ def load_with(chosen: LoadOptions) -> LLM:
         import torch
 
         torch.set_num_threads(chosen.threads)
-    default = drafter if drafter is not None else Adaptive()
-    precompile(default, device)
+    precompile(drafter, device)
 
     # Find the checkpoint and read the model.
     checkpoint = Checkpoint(chosen)

@@ -321,13 +321,13 @@ class LoadOptions(MachineOptions):
     )
     drafter: Any = hidden(None, "The default drafter of calls.")
 
-    def drafting(self) -> Drafter | None:
-        """The drafter; None if none was given.
+    def drafting(self) -> Drafter:
+        """The default drafter of calls.
 
         Raises:
             SettingsError: the value is not a drafter.
         """
-        return as_drafter(self.drafter) if self.drafter is not None else None
+        return as_drafter(self.drafter)
 
 
 # ------------------------------------------------------------------------------- generating
@@ -541,16 +541,16 @@ class DraftOptions(DrafterOptions):
         metavar="FILE",
     )
 
-    def resolve(self) -> Drafter | None:
-        """The drafter; None for the default.
+    def resolve(self) -> Drafter:
+        """The drafter.
 
         Raises:
             SettingsError: a setting that the drafter does not have, an unknown name, or a value out of range.
         """
         given = self.keywords()
         warm = given.pop("warm", None)
-        drafter = as_drafter(given) if given else None
-        if warm is not None and not (drafter is None or drafter.name == "adaptive"):
+        drafter = as_drafter(given)
+        if warm is not None and drafter.name != "adaptive":
             raise SettingsError(
                 f"--warm saves what adaptive learns and has no effect with {drafter}; leave it out"
             )

@@ -63,7 +63,7 @@ def verify(
             f"{', '.join(sorted(map(flag_of, others)))}, or use --reference plain"
         )
     # The drafter to verify.
-    drafter = draft.resolve() or Adaptive()
+    drafter = draft.resolve()
     if isinstance(drafter, Plain) and reference == "plain":
         raise SettingsError("--drafter plain is plain decoding; compare it with --reference generate")
     if isinstance(drafter, Adaptive):  # draft as much as possible, because this command tests drafting

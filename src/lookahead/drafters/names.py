@@ -60,11 +60,13 @@ def as_drafter(value: Any) -> Drafter:
     Args:
         value: a ``Drafter``; a string such as "adaptive", "code", "15,5,15" or "lookahead:7,5,7:seed=1"; or a mapping
             of settings whose "drafter" is such a string. A mapping without "drafter" configures ``Lookahead`` if that
-            has all of the settings, and ``Adaptive`` otherwise. "1,1,0" means ``Plain()``.
+            has all of the settings, and ``Adaptive`` otherwise. "1,1,0" means ``Plain()``, and None ``Adaptive()``.
 
     Raises:
         SettingsError: an unknown name, a setting that the drafter does not have, or a value out of range.
     """
+    if value is None:
+        return Adaptive()
     if isinstance(value, Drafter):
         return value
     if isinstance(value, str):

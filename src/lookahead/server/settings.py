@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from ..core import Drafter, SettingsError
 from ..core.errors import nearest
-from ..drafters import Adaptive, as_drafter
+from ..drafters import as_drafter
 from ..options import (
     COUNT,
     KEPT,
@@ -160,7 +160,7 @@ class Settings(MachineOptions, DrafterOptions):
         """The drafter of requests without their own."""
         names = [field.name for field in fields(DrafterOptions)]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return as_drafter(given) if given else Adaptive()
+        return as_drafter(given)
 
     def loading(self) -> LoadOptions:
         """How the model is loaded."""

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...core import Engine, LookaheadError, Request, SettingsError, Stats, Target
-from ...drafters import Adaptive, as_drafter
+from ...drafters import as_drafter
 from ...engine.admission import Admission, precompile
 from ...sampling import GeneratorNoise
 from ...targets.paths import limit_graphs, make_target, probe, warn_about_shortfall
@@ -89,7 +89,7 @@ def generate(
     )
     # The drafter, the length limit, and what to return.
     named = drafter if drafter is not None else getattr(config, "lookahead_drafter", None)
-    chosen = as_drafter(named) if named is not None else Adaptive()
+    chosen = as_drafter(named)
     batch, prompt_length = input_ids.shape
     criteria = Criteria(stopping_criteria)
     # A caller's criterion replaces that of config.max_length. If the prompt already meets it, one token is emitted.
