@@ -882,7 +882,7 @@ def as_rank(machine: Machine) -> None:
     from lookahead.testing import assert_same_as_autoregressive, tiny_model
 
     device = "cpu" if machine.tiny else parallel.local_device()
-    connections = parallel.start(None, 40, device)
+    connections = parallel.start(40, device)
     if connections.rank == 0:
         print(f"RANKS rows of logits travel by = {connections.backend}")
     _sending(machine, connections, device)

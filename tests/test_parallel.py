@@ -90,7 +90,7 @@ def join_ranks(make_target, timeout=30.0, model=None):
     from lookahead.targets.equivalence import differ
     from lookahead.targets.paths import probe
 
-    connections = parallel.start("gloo", 120.0)  # processes start slowly on a busy machine
+    connections = parallel.start(120.0, "cpu")  # processes start slowly on a busy machine
     connections.timeout = timeout
     for link in connections.links.values():
         link.timeout = timeout if connections.rank == 0 else 2 * timeout  # as ``start`` does
@@ -574,32 +574,34 @@ def test_what_cannot_start_is_said():
     from lookahead import parallel
 
     with pytest.raises(SettingsError, match="torchrun --nproc-per-node"):
-        parallel.start("gloo")
-    with pytest.raises(SettingsError, match="backend must be 'gloo' or 'nccl'"):
-        parallel.start("mpi")
+        parallel.start()
     with pytest.raises(SettingsError, match="positive"):
-        parallel.start("gloo", timeout=0)
+        parallel.start(timeout=0)
 
 
-def test_a_missing_backend_and_a_split_model_are_refused_by_name():
-    import torch
+def test_a_torch_without_gloo_is_refused_by_name(monkeypatch):
+    import torch.distributed
 
-    from lookahead.parallel.connect import _check_backend, _choose_backend, check_same_model
+    from lookahead import parallel
 
-    if not torch.cuda.is_available():
-        with pytest.raises(SettingsError, match="'nccl' needs an NVIDIA GPU"):
-            _check_backend("nccl")
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    with pytest.raises(SettingsError, match="with gloo; install one that has"):
+        parallel.start()
+
+
+def test_rows_are_sent_over_nccl_if_every_rank_has_its_own_gpu():
+    from lookahead.parallel.connect import _choose_backend
+
     own, shared, none = (
         [[1, 7, 3], [1, 7, 4], [1, 8, 3]],
         [[1, 7, 3], [1, 7, 4], [1, 7, 3]],
         [[1, 7, 3], [0, 0, 0]],
     )
-    assert _choose_backend(None, own) == _choose_backend("nccl", own) == "nccl"
-    assert _choose_backend("gloo", own) == "gloo"
-    for places, named in ((shared, "ranks 0 and 2 share one GPU"), (none, "rank 1 has no NVIDIA GPU")):
-        assert _choose_backend(None, places) == "gloo"
-        with pytest.raises(SettingsError, match=f"nccl.*{named}"):
-            _choose_backend("nccl", places)
+    assert [_choose_backend(places) for places in (own, shared, none)] == ["nccl", "gloo", "gloo"]
+
+
+def test_a_split_model_is_refused_by_name():
+    from lookahead.parallel.connect import check_same_model
 
     class Split(FakeTarget):
         class model:
@@ -617,7 +619,7 @@ def split_by_tensors(rank, folder):
     from lookahead import parallel
     from lookahead.targets.paths import make_target
 
-    connections = parallel.start("gloo", 60.0)
+    connections = parallel.start(60.0, "cpu")
     mesh = dist.device_mesh.init_device_mesh("cpu", (connections.size,), mesh_dim_names=("tp",))
     os.environ["LOCAL_RANK"] = str(rank)
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh)

@@ -71,24 +71,23 @@ def local_device(device: str | torch.device | None = None) -> str:
     return f"cuda:{index}"
 
 
-def start(
-    backend: str | None = None, timeout: float = TIMEOUT, device: str | torch.device | None = None
-) -> Connections:
+def start(timeout: float = TIMEOUT, device: str | torch.device | None = None) -> Connections:
     """Connect to the other ranks. Call it once in every process.
 
+    Rows of logits are sent over nccl if it is available and every rank has its own GPU, else over gloo.
+
     Args:
-        backend: the backend for rows of logits, "gloo" or "nccl"; by default nccl if it is available and every rank
-            has its own GPU, else gloo.
         timeout: seconds of silence after which a rank is considered hung.
         device: the device of this rank's model, as for ``local_device``.
 
     Raises:
-        SettingsError: not started by torchrun, the backend is unavailable, or ranks share a GPU with nccl.
+        SettingsError: not started by torchrun, torch was built without gloo, or there are fewer GPUs than ranks.
         LookaheadError: not all ranks appeared in time.
     """
     if not 0 < timeout < float("inf"):
         raise SettingsError(f"the timeout must be a positive number of seconds, got {timeout}")
-    _check_backend(backend)
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise SettingsError("this build of torch has no torch.distributed with gloo; install one that has")
     span = timedelta(seconds=timeout)
     owns = not dist.is_initialized()
     if owns:
@@ -105,7 +104,7 @@ def start(
     own_device = torch.device(local_device(device))
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)  # nccl uses the current device
-    backend = _choose_backend(backend, _gather(_device_id(own_device)))
+    backend = _choose_backend(_gather(_device_id(own_device)))
     rows = dist.new_group(backend="nccl", timeout=span) if backend == "nccl" else None
     links = {}
     for other in range(1, size):
@@ -138,30 +137,10 @@ def _gather(numbers: list[int]) -> list[list[int]]:
     return [numbers[1 : 1 + int(numbers[0])].tolist() for numbers in every]
 
 
-def _choose_backend(backend: str | None, devices: Sequence[Sequence[int]]) -> str:
+def _choose_backend(devices: Sequence[Sequence[int]]) -> str:
     """The backend for rows of logits, from all ranks' ``_device_id``; the same result on every rank."""
-    problems = [
-        f"ranks {devices.index(own)} and {rank} share one GPU"
-        if own[0]
-        else f"rank {rank} has no NVIDIA GPU with nccl"
-        for rank, own in enumerate(devices)
-        if not own[0] or own in devices[:rank]
-    ]
-    if backend == "nccl" and problems:
-        what = f"backend 'nccl' needs one GPU per rank, and {problems[0]}"
-        raise SettingsError(f"{what}; use 'gloo', or start one process per GPU")
-    return backend or ("gloo" if problems else "nccl")
-
-
-def _check_backend(backend: str | None) -> None:
-    if not dist.is_available() or not dist.is_gloo_available():
-        raise SettingsError("this build of torch has no torch.distributed with gloo; install one that has")
-    if backend not in (None, "gloo", "nccl"):
-        raise SettingsError(f"backend must be 'gloo' or 'nccl', got {backend!r}")
-    if backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
-        raise SettingsError(
-            "backend 'nccl' needs an NVIDIA GPU and a CUDA build of torch; use 'gloo' on a CPU"
-        )
+    own_gpus = all(device[0] for device in devices) and len(set(map(tuple, devices))) == len(devices)
+    return "nccl" if own_gpus else "gloo"
 
 
 def check_same_model(connections: Connections, target: Target, model: Any = None) -> None:
