@@ -599,7 +599,7 @@ def test_a_revision_is_of_the_hub(folder):
 
 
 def test_load_takes_dtype_and_settings(folder):
-    llm = lookahead.load(str(folder), dtype="bf16", drafter="jacobi:block_size=7")
+    llm = lookahead.load(str(folder), dtype="bfloat16", drafter="jacobi:block_size=7")
     assert llm.model.dtype is torch.bfloat16
     assert llm.drafter == Jacobi(7)
     assert llm.generate("x", max_new_tokens=3).stats.new_tokens == 3

@@ -30,11 +30,10 @@ from ..loading import load
 from ..options import OF_LLAMA_CPP, Options
 from ..sampling import SeededNoise, make_choose
 from ..targets.fingerprint import checksum
-from ..targets.limits import Probe
+from ..targets.limits import NO_LIMIT, Probe
 
 #: Plain decoding, with which every other method is compared.
 PLAIN = Plain.name
-UNLIMITED = 1 << 30
 #: The most elements of one tensor in ``ModelUnderTest.weights``.
 SAMPLES = 1 << 16
 
@@ -48,7 +47,7 @@ class ModelUnderTest:
     model: Any = None  # a transformers model; None if there is only a target
     tokenizer: Any = None  # a transformers tokenizer; None if prompts are token ids
     eos: frozenset[int] = frozenset()  # tokens that end a sequence
-    max_positions: int = UNLIMITED  # the model's maximum sequence length, in tokens
+    max_positions: int = NO_LIMIT  # the model's maximum sequence length, in tokens
     dtype: str = "float32"  # for the records
     gguf: str | None = None  # the file that the model was read from, if it is a GGUF file
     parameter_count: int | None = None  # the number of its weights; None if there is only a target
@@ -65,7 +64,7 @@ class ModelUnderTest:
             llm.model,
             llm.tokenizer,
             llm.eos,
-            llm.context or UNLIMITED,
+            llm.context or NO_LIMIT,
             llm.dtype,
             parameter_count=llm.parameter_count,
             probe=llm.probe,

@@ -261,11 +261,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Progress:
-    """Training progress: steps done, all steps, seconds of this run, seconds left, mean recent loss."""
+    """Training progress: steps done, all steps, seconds left, mean recent loss."""
 
     step: int
     steps: int
-    seconds: float
     left: float
     loss: float
 
@@ -364,7 +363,7 @@ class Training:
                 now = monotonic()
                 self.seconds = before + now - begin
                 left = (self.steps - self.step) * (now - begin) / (self.step - first)
-                progress(Progress(self.step, self.steps, now - begin, left, self._loss))
+                progress(Progress(self.step, self.steps, left, self._loss))
                 if now - saved > CHECKPOINT_SECONDS:
                     self._save()
                     saved = monotonic()

@@ -76,14 +76,9 @@ class CostCurve:
             raise SettingsError("a cost curve must have points, and every cost must be a positive number")
 
     @classmethod
-    def guess(cls, row: float = ROW) -> CostCurve:
-        """The curve used until one is measured: every row after the first costs ``row`` plain steps."""
-        return cls({0: {1: 1.0, 2: 1.0 + row}})
-
-    @classmethod
-    def unmeasured(cls, on_gpu: bool) -> CostCurve:
-        """The guessed curve for a device."""
-        return cls.guess(ROW_ON_GPU if on_gpu else ROW)
+    def unmeasured(cls, on_gpu: bool = False) -> CostCurve:
+        """The curve used until one is measured: every row after the first costs ``ROW`` or ``ROW_ON_GPU``."""
+        return cls({0: {1: 1.0, 2: 1.0 + (ROW_ON_GPU if on_gpu else ROW)}})
 
     @classmethod
     def typical(cls, on_gpu: bool = False) -> CostCurve:

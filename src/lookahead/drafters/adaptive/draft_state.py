@@ -33,7 +33,7 @@ class AdaptiveDraftState(DraftState):
         settings: the drafter's settings.
         state: the state that sequences share, or None.
         sequence: without a vocabulary, V is taken to be the largest token seen plus one, and different contexts may
-            then have the same key; without a cost curve, ``CostCurve.guess`` is used.
+            then have the same key; without a cost curve, ``CostCurve.unmeasured`` is used.
 
     Raises:
         SettingsError: the state belongs to another model.
@@ -57,7 +57,9 @@ class AdaptiveDraftState(DraftState):
             self._table = usable_table(settings.table, sequence.vocabulary)
         self._prompt = sequence.prompt
         self._eos = sequence.eos
-        self._curve: CostCurve = sequence.cost_curve if sequence.cost_curve is not None else CostCurve.guess()
+        self._curve: CostCurve = (
+            sequence.cost_curve if sequence.cost_curve is not None else CostCurve.unmeasured()
+        )
 
         # The parts, created when the first tree is grown.
         self._rule = RowRule()
