@@ -19,8 +19,8 @@ from rich.progress import (
 
 if TYPE_CHECKING:
     from ..core import Result, Stats
-    from ..engine.compare import Comparison
     from ..llm import LLM
+    from .compare import Comparison
 
 
 class Interrupted(Exception):

@@ -101,7 +101,7 @@ def print_text(updates: Updates, color: bool, file: IO[str] | None = None) -> Re
 
 def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
     """Stream one completion to stdout. Returns the exit status."""
-    from ..engine import compare as comparing
+    from . import compare as comparing
 
     if task.compare:  # so that neither measurement includes one-off work
         for drafter in (None, Plain()):
@@ -387,7 +387,7 @@ def _earlier(source: Path, output: Path, task: Task) -> list[dict[str, Any]]:
 
 def _records(llm: LLM, jobs: list[Job], task: Task, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the record of each job as soon as it is done; for an unusable line, a record with the error."""
-    from ..engine import compare as comparing
+    from . import compare as comparing
 
     bad: list[tuple[int, dict[str, Any]]] = []
     good: list[tuple[Job, list[int]]] = []

@@ -103,7 +103,7 @@ def verify(
 
 def _compare(llm: LLM, prompt: str, reference: str, options: Options) -> dict[str, Any]:
     """Decode a prompt with the drafter and with the reference, and compare."""
-    from ..engine.compare import compare, plainly, reference_tokens
+    from .compare import compare, plainly, reference_tokens
 
     ids = llm.encode(prompt)
     given = options.keywords()
