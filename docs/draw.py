@@ -31,9 +31,9 @@ from lookahead.core import TokenTree, verify
 from lookahead.drafters import NGramPool, Window
 from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.drafters.adaptive.sources import base_table
-from lookahead.engine.trace import read_trace
 from lookahead.learning.self_text import Text
 from lookahead.learning.table import Places, levels_of, trie_of
+from lookahead.trace import read_trace
 
 HERE = Path(__file__).parent
 PROMPT = ["the", "cat", "sat", "on", "the", "mat", ".", "the", "dog", "sat", "on", "the", "rug", "."]

@@ -9,7 +9,7 @@ import lookahead
 from lookahead import NGramPool
 from lookahead.cli.show import page_of
 from lookahead.core import LookaheadError, SettingsError, TokenTree
-from lookahead.engine.trace import TraceWriter, read_trace
+from lookahead.trace import TraceWriter, read_trace
 from test_cli import call, refused
 from toy import save
 

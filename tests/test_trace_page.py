@@ -13,7 +13,7 @@ import pytest
 import lookahead
 from lookahead import NGramPool
 from lookahead.cli.show import PAGE, page_of
-from lookahead.engine.trace import TraceWriter, read_trace
+from lookahead.trace import TraceWriter, read_trace
 from toy import save
 
 TRACES = Path(__file__).parent.parent / "docs" / "traces"

@@ -74,7 +74,7 @@ def recorded(updates: Updates, path: Path | None, llm: LLM) -> Updates:
     if path is None:
         yield from updates
         return
-    from ..engine.trace import TraceWriter
+    from ..trace import TraceWriter
 
     with TraceWriter(path, llm) as trace:
         for update in updates:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ..core import SettingsError
-from ..engine.trace import Trace, read_trace
+from ..trace import Trace, read_trace
 from .console import note
 
 PAGE = Path(__file__).with_name("trace.html")

@@ -1,5 +1,4 @@
 """Around the engine (``core.loop.Engine``): prompts to token ids, options to processors, tokens to text.
 
-``admission`` completes a request for its model, ``prefix_cache`` keeps finished sequences, ``trace`` records every
-step.
+``admission`` completes a request for its model, ``prefix_cache`` keeps finished sequences.
 """

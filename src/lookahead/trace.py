@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core import Sequence, SettingsError, Update
-from ..records import RecordWriter
+from .core import Sequence, SettingsError, Update
+from .records import RecordWriter
 
 if TYPE_CHECKING:
-    from ..llm import LLM
+    from .llm import LLM
 
 #: The version of the format. Readers reject other versions.
 VERSION = 1
