@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import warnings
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -42,6 +43,18 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "tiktoken.model",
 )
+
+
+def quiet() -> None:
+    """Turn off transformers' progress bars and log lines, without importing it, which takes a second."""
+    if "transformers" not in sys.modules:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        return
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 class Checkpoint:

@@ -21,7 +21,7 @@ from ..records import check_writable
 from .adapter import with_options
 from .command import Command
 from .console import note, progress_bar
-from .shared import numbers, quiet
+from .shared import numbers
 
 if TYPE_CHECKING:
     from ..bench import ModelUnderTest
@@ -72,6 +72,7 @@ NO_PLOTS = "no plots, because matplotlib is not installed (pip install matplotli
 
 def _load(load: LoadOptions, path: str, **more: Any) -> ModelUnderTest:
     from ..bench import load_model
+    from ..checkpoints import quiet
 
     quiet()
     return load_model(**(load.keywords() | more), path=path)

@@ -11,7 +11,6 @@ from ..core import SettingsError
 from ..server.settings import Settings
 from .adapter import with_options
 from .console import note
-from .shared import quiet
 
 
 @with_options()
@@ -31,6 +30,8 @@ def serve(
 
     The server needs extra packages: run pip install '.[serve]' in the project's folder.
     """
+    from ..checkpoints import quiet
+
     try:
         from ..server.app import serve as serve_http
     except ImportError as error:

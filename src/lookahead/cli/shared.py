@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,22 +25,11 @@ def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
     """``lookahead.load`` without transformers' progress bars and log lines."""
     if load.parallel_timeout is not None and ranks() == 1:
         raise SettingsError("--parallel-timeout only applies under torchrun; omit it otherwise")
+    from ..checkpoints import quiet
     from ..loading import load_with
 
     quiet()
     return load_with(replace(load, drafter=drafter, parallel="lookahead" if ranks() > 1 else None))
-
-
-def quiet() -> None:
-    """Turn off transformers' progress bars and log lines, without importing it, which takes a second."""
-    if "transformers" not in sys.modules:
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        return
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 @contextmanager

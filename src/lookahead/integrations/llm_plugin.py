@@ -92,11 +92,13 @@ class LookaheadModel(llm.Model):
 
     def _load(self, how: dict[str, Any]) -> LLM:
         if self._loaded is None or self._loaded[0] != how:
-            from ..cli.shared import load_model
+            from ..checkpoints import quiet
+            from ..loading import load_with
 
             self._loaded = None  # two models may not fit
             path = self.model_id.partition("/")[2] or None
-            self._loaded = how, load_model(LoadOptions(**{"path_or_id": path, "prefix_cache": 1} | how))
+            quiet()
+            self._loaded = how, load_with(LoadOptions(**{"path_or_id": path, "prefix_cache": 1} | how))
         return self._loaded[1]
 
 
