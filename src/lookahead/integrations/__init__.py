@@ -1,1 +1,1 @@
-"""Adapters for other software: transformers, vLLM, llama.cpp, llm and Ray Serve."""
+"""Adapters for other software: transformers, vLLM, llama.cpp and llm."""

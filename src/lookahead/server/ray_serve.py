@@ -1,6 +1,6 @@
 """Several replicas with Ray Serve, each with its own process and model (the extra ``[ray]``).
 
-    serve run lookahead.integrations.ray_serve:build model=DIR max_replicas=4
+    serve run lookahead.server.ray_serve:build model=DIR max_replicas=4
 
 Ray routes requests, passes streams through, restarts dead replicas, and adds replicas while requests queue up.
 """
@@ -11,8 +11,8 @@ from typing import Any
 
 from ray import serve
 
-from ..server.app import create_app
-from ..server.settings import Settings
+from .app import create_app
+from .settings import Settings
 
 
 def build(arguments: dict[str, Any] | None = None) -> Any:
