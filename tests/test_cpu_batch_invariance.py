@@ -18,7 +18,8 @@ from lookahead.core import TokenTree
 from lookahead.core.errors import NumericalError
 from lookahead.models.module_families import blueprint_of
 from lookahead.sampling import SeededNoise, make_choose
-from lookahead.targets.cpu import CompiledModel, CpuTarget
+from lookahead.targets.cpu.compiled_model import CompiledModel
+from lookahead.targets.cpu.cpu_target import CpuTarget
 from lookahead.targets.cpu.execution_plan import ExecutionState
 from lookahead.targets.cpu.formats import FORMATS
 from lookahead.targets.cpu.processor import PAIRS, TILES

@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lookahead
 from lookahead.core import OutOfMemory, Request, SettingsError, Target, TokenTree
 from lookahead.drafters import Plain
-from lookahead.targets.cpu import REGISTRY, CpuTarget, Spec, register
-from lookahead.targets.cpu.cpu_target import PassLogits
+from lookahead.models.module_families import REGISTRY, Spec, register
+from lookahead.targets.cpu.cpu_target import CpuTarget, PassLogits
 from lookahead.targets.cpu.formats import FORMATS
 from lookahead.targets.cpu.top import top_of_rows
 from lookahead.targets.paths import make_target

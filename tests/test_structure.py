@@ -112,10 +112,7 @@ def loaded_by(statement):
         ("import lookahead.drafters", {"torch", "numpy", "numba"}),
         ("import lookahead.testing", {"torch", "transformers"}),
         ("import lookahead.cli", {"torch", "matplotlib"}),
-        (
-            "import lookahead.loading, lookahead.targets.cpu",
-            {"transformers", "torch._dynamo", "matplotlib"},
-        ),
+        ("import lookahead.loading", {"transformers", "torch._dynamo", "matplotlib"}),
     ],
 )
 def test_what_an_import_loads(statement, absent):
