@@ -1,5 +1,6 @@
 """Files of learning, without a model: text that processes share, damage, full disks, other models of equal sizes."""
 
+import errno
 import fcntl
 import os
 import stat
@@ -68,6 +69,17 @@ def test_one_process_at_a_time_writes_text(tmp_path):
         first.write(lambda tokens, seconds: True)
     os.close(lock)
     assert Folder(tmp_path).parts() == []
+
+
+def test_a_file_system_that_cannot_lock_files_excludes_no_process(tmp_path, monkeypatch):
+    def flock(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    lock = os.open(tmp_path / LOCK_FILE, os.O_RDWR | os.O_CREAT)  # as another process
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    Writer(LLM, Folder(tmp_path)).close()
+    os.close(lock)
 
 
 def test_a_writer_continues_after_the_parts_of_another_process(tmp_path):

@@ -18,6 +18,7 @@ Parts are added as whole files, so a killed process loses only the texts since t
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -28,9 +29,9 @@ from itertools import count
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary, finalize
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from ..core import Choose, OutOfMemory, Scores, SettingsError, TokenTree
 from ..core.errors import first_line
@@ -41,11 +42,6 @@ from ..engine.prompts import has_chat_template
 from ..options import Options
 from ..records import check_writable, not_writable
 from .openings import beginning, opening
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from ..core import Engine, Target
@@ -64,6 +60,8 @@ LONGEST, LONGEST_REQUEST = 192, 48
 TEMPERATURE = 0.8
 #: A file in the folder of texts, locked by the process that writes them.
 LOCK_FILE = "writing.lock"
+#: Errors of file systems that cannot lock files.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 #: Seconds between parts.
 PART_SECONDS = 30.0
 #: A text ends once its last tokens repeat ``REPEATS`` times, with a period of at most ``PERIOD``.
@@ -221,43 +219,24 @@ class Folder:
         return self.path / f"part-{number:06d}.npz"
 
 
-class _Lock:
-    """Excludes other processes from writing text to a folder, as long as this object exists.
+def _locked(folder: Path) -> FileLock:
+    """Lock a folder, which is created. The writers of one process share the lock; the last to release it unlocks.
 
-    Where files cannot be locked, as on Windows and some network file systems, it excludes none.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-        finalize(self, os.close, descriptor)  # which unlocks it
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SettingsError(f"another process writes text to {folder}; wait for it to end") from None
-        except OSError:
-            pass
-
-
-#: The locks that this process holds, by folder; its writers share them.
-_locks: WeakValueDictionary[Path, _Lock] = WeakValueDictionary()
-
-
-def _locked(folder: Path) -> _Lock:
-    """Lock a folder, which is created.
+    A file system that cannot lock files, such as some network file systems, excludes no process.
 
     Raises:
         SettingsError: another process has locked it, or it cannot be written.
     """
+    file = folder.resolve() / LOCK_FILE
+    lock = FileLock(file, thread_local=False, is_singleton=True, fallback_to_soft=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        key = folder.resolve()
-        lock = _locks.get(key)
-        if lock is None:
-            lock = _locks[key] = _Lock(key)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise SettingsError(f"another process writes text to {folder}; wait for it to end") from None
     except OSError as error:
-        raise not_writable(folder, error, "set XDG_CACHE_HOME or give another path") from None
+        if error.errno not in NO_LOCKS:
+            raise not_writable(folder, error, "set XDG_CACHE_HOME or give another path") from None
     return lock
 
 
@@ -387,7 +366,7 @@ class Writer:
         self.batch = batch
         self._chats = has_chat_template(llm.tokenizer)
         self._before = self._before_turn() if self._chats else ""
-        self._lock: _Lock | None = None
+        self._lock: FileLock | None = None
         self._open()
 
     def _open(self) -> None:
@@ -398,7 +377,9 @@ class Writer:
 
     def close(self) -> None:
         """Let other processes write to the folder. ``write`` locks it again."""
-        self._lock = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _before_turn(self) -> str:
         """The chat template's text before the user's turn."""
