@@ -20,6 +20,7 @@ from lookahead.drafters.adaptive.memory import NODE, SIZES, STEP
 from lookahead.drafters.adaptive.rows import EXPLORATION, RowRule, choose, pays, window_pays
 from lookahead.engine.admission import Admission
 from lookahead.integrations.llamacpp.library import Weights
+from lookahead.targets.costs import runs_on
 from lookahead.targets.paths import make_target
 from lookahead.testing import FakeTarget, repetitive_text, run
 
@@ -253,7 +254,7 @@ def test_llama_cpp_on_a_gpu_has_the_curve_of_a_gpu(monkeypatch, offload, layers,
     model = SimpleNamespace(device="cpu", runs_on=weights.runs_on)  # the logits are on the CPU
     admission = Admission(model, SimpleNamespace(mode="tree"), FakeTarget)
     assert admission.row_budget(1) == (256 if gpu else 64)
-    target = FakeTarget(4000)
-    target.runs_on = weights.runs_on
-    measured = measure.measure(target, rows=(2,), contexts=(8,), sequences=(), rounds=1)
+    measured = measure.measure(
+        FakeTarget(4000), rows=(2,), contexts=(8,), sequences=(), rounds=1, device=runs_on(model)
+    )
     assert measured.sustained == (1.0 if gpu else measure.SUSTAINED)

@@ -19,10 +19,12 @@ from lookahead.cli import app
 from lookahead.core import OutOfMemory, SettingsError
 from lookahead.drafters.adaptive import cost, measure
 from lookahead.drafters.adaptive.cost import CostCurve, curve_file, load_curve, machine, save_curve
-from lookahead.drafters.adaptive.measure import Measurement, config_key, cost_path, curve_of, model_key
+from lookahead.drafters.adaptive.measure import Measurement
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.engine.admission import Admission
 from lookahead.options import MachineOptions, Options
+from lookahead.targets import costs
+from lookahead.targets.costs import config_key, cost_path, curve_of, model_key, runs_on
 from lookahead.targets.cuda_graphs import division
 from lookahead.testing import FakeTarget
 from toy import save
@@ -149,7 +151,7 @@ def test_targets_whose_steps_differ_in_cost_have_separate_curves(toy, monkeypatc
     """Also if they evaluate the same model on the same path."""
     measured = []
 
-    def measure_steps(target):
+    def measure_steps(target, device):
         measured.append(target)
         result = Measurement()
         result.seconds = {(1, 64, 1): 1.0, (1, 64, 4): 1.5 + 0.1 * len(measured)}
@@ -166,7 +168,7 @@ def test_targets_whose_steps_differ_in_cost_have_separate_curves(toy, monkeypatc
             curves.append(admission(request, target).cost_curve.cost(4))
         assert curves == pytest.approx([1 + 1.25 * 0.6, 1 + 1.25 * 0.7])
         if not load_again:
-            measure.forget_curves(llm.model)  # as in another process
+            costs.forget_curves(llm.model)  # as in another process
     assert measured == list(targets)
 
 
@@ -221,7 +223,7 @@ def test_a_machine_has_all_of_its_gpus(monkeypatch):
 def test_without_tuning_the_engine_measures_once(toy, monkeypatch):
     calls = []
     original = measure.measure
-    monkeypatch.setattr(measure, "measure", lambda target: calls.append(1) or original(target))
+    monkeypatch.setattr(measure, "measure", lambda target, device: calls.append(1) or original(target))
     monkeypatch.setattr(measure, "STEADY", float("inf"))  # this machine may be busy
     llm = lookahead.load(toy, drafter="adaptive")
     for _ in range(2):
@@ -240,9 +242,9 @@ def test_a_curve_that_other_work_disturbed_is_neither_used_nor_kept(toy, monkeyp
     assert load_curve(model_key(llm.model, llm.target().path)) is None
 
 
-@pytest.mark.parametrize(("compiled", "costs"), [(True, (1.6, 2.4)), (False, (4.75, 9.75))])
+@pytest.mark.parametrize(("compiled", "expected"), [(True, (1.6, 2.4)), (False, (4.75, 9.75))])
 def test_a_disturbed_measurement_counts_where_rows_cost_more_than_usual(
-    compiled, costs, monkeypatch, tmp_path
+    compiled, expected, monkeypatch, tmp_path
 ):
     """On llama.cpp's engine each row may cost a whole step: the compiled path's typical curve would draft there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -250,8 +252,8 @@ def test_a_disturbed_measurement_counts_where_rows_cost_more_than_usual(
     monkeypatch.setattr(target, "runs_compiled", compiled)
     monkeypatch.setattr(measure, "perf_counter", lambda: target.now)
     monkeypatch.setattr(measure, "STEADY", 0.0)
-    curve = measure._load_or_measure(target, "a", pytest.fail, on_gpu=False)
-    assert (curve.cost(4), curve.cost(8)) == pytest.approx(costs)
+    curve = costs._load_or_measure(target, "a", pytest.fail, "cpu")
+    assert (curve.cost(4), curve.cost(8)) == pytest.approx(expected)
     assert load_curve("a") is None
 
 
@@ -268,10 +270,10 @@ def test_rows_are_assumed_nearly_free_on_a_gpu():
     assert CostCurve.typical().cost(64) > 4
 
 
-@pytest.mark.parametrize(("device", "cost"), [("cuda:0", 1.2), ("cpu", 2.26)])
+@pytest.mark.parametrize(("device", "cost"), [("cuda", 1.2), ("gpu", 1.2), ("cpu", 2.26)])
 def test_a_model_that_cannot_be_measured_has_the_guess_for_its_device(toy, device, cost):
     target = FakeTarget(500, max_positions=64)  # too short for a measurement
-    curve = measure._load_or_measure(target, "a", pytest.fail, device.startswith("cuda"))
+    curve = costs._load_or_measure(target, "a", pytest.fail, device)
     assert curve.cost(64) == pytest.approx(cost)
 
 
@@ -289,7 +291,7 @@ def test_sizes_without_memory_are_left_out(toy):
     assert set(curve.sequences) == {4, 16}
     assert target.committed == {}
     for rows in (0, 1):
-        none = measure._load_or_measure(Small(512, max_rows=rows), f"b{rows}", pytest.fail, False)
+        none = costs._load_or_measure(Small(512, max_rows=rows), f"b{rows}", pytest.fail, "cpu")
         assert none.cost(64) == CostCurve.unmeasured(False).cost(64)
         assert load_curve(f"b{rows}") is None
 
@@ -347,9 +349,8 @@ def test_a_curve_of_llama_cpp_is_for_the_device_it_runs_on():
 def test_several_passes_of_exact_mode_on_a_gpu_are_in_the_curve(monkeypatch):
     """It evaluates 64 rows per pass, so 256 rows cost four."""
     target = ClockedTarget(CostCurve({0: {1: 1.0, 64: 1.0, 128: 2.0, 192: 3.0, 256: 4.0}}))
-    target.runs_on = "cuda"
     use_clock(monkeypatch, target)
-    assert measure.measure(target, patience=inf).curve().cost(256) > 2.9
+    assert measure.measure(target, patience=inf, device="cuda").curve().cost(256) > 2.9
 
 
 def test_a_gpu_reads_its_own_curve_from_the_largest_number_of_rows_on(monkeypatch):
@@ -373,13 +374,14 @@ def test_the_cost_of_drafting_is_that_of_the_fewest_rows(monkeypatch, target_cla
     assert curve.drafting == pytest.approx(0.03 + 0.01 * fewest)
 
 
-@pytest.mark.parametrize(("device", "sustained"), [(None, 1.25), ("cpu", 1.25), ("cuda:0", 1.0)])
+@pytest.mark.parametrize(("device", "sustained"), [("cpu", 1.25), ("cuda:0", 1.0)])
 def test_rows_cost_more_in_long_runs_on_a_cpu_only(monkeypatch, device, sustained):
     target = ClockedTarget(CostCurve({0: {1: 1.0, 4: 1.2}}))
-    if device is not None:
-        target.model = SimpleNamespace(device=device)
+    model = SimpleNamespace(device=device)
     use_clock(monkeypatch, target)
-    assert measure.measure(target, rows=(4,)).curve().cost(4) == pytest.approx(1 + 0.2 * sustained)
+    assert measure.measure(target, rows=(4,), device=runs_on(model)).curve().cost(4) == pytest.approx(
+        1 + 0.2 * sustained
+    )
 
 
 def test_a_target_without_drafts_is_measured_one_row_at_a_time():
@@ -418,7 +420,7 @@ def test_a_full_row_budget_fits_in_one_captured_pass(sequences):
 @pytest.mark.parametrize(("captures", "budget"), [(True, 5 * 32), (False, 5 * 51)])
 def test_the_row_budget_depends_on_whether_passes_are_captured(toy, monkeypatch, captures, budget):
     llm = lookahead.load(toy, drafter="adaptive")
-    monkeypatch.setattr(measure, "curve_of", lambda *given: CostCurve({0: {1: 1.0, 64: 1.0}}))
+    monkeypatch.setattr(costs, "curve_of", lambda *given: CostCurve({0: {1: 1.0, 64: 1.0}}))
     admission = Admission(llm.model, llm.probe, llm.target)
     target = FakeTarget()
     target.captures = captures
@@ -440,7 +442,7 @@ def test_the_row_budget_depends_on_whether_passes_are_captured(toy, monkeypatch,
 def test_a_server_takes_its_row_budget_from_the_curve(toy, monkeypatch, on_gpu, curve, drafter, budget):
     llm = lookahead.load(toy, drafter=drafter)
     monkeypatch.setattr(Admission, "_on_gpu", on_gpu)
-    monkeypatch.setattr(measure, "curve_of", lambda *given: curve)
+    monkeypatch.setattr(costs, "curve_of", lambda *given: curve)
     engine = llm.engine(row_budget=None)
     if curve is not None:
         engine.add(llm.prepare([5, 6, 7], Options(max_new_tokens=2)))
@@ -488,8 +490,8 @@ def test_a_slow_model_is_not_held_up(monkeypatch):
 ENTRIES_BEFORE_THE_FIRST_TEXT = """
 import sys, lookahead
 from lookahead.drafters.adaptive import grow, hashing, learn
-from lookahead.drafters.adaptive.measure import curve_of
 from lookahead.drafters.adaptive.sources import suffix
+from lookahead.targets.costs import curve_of
 llm = lookahead.load(sys.argv[1], drafter="adaptive")
 curve_of(llm.model, llm.target().path, llm.target, print)
 print(*(len(entry.signatures) for entry in (grow.grow, learn.learn, learn.append, suffix.read, hashing.rehash)))

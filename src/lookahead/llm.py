@@ -429,10 +429,11 @@ class LLM:
             OSError: the cache folder cannot be written.
         """
         from .drafters.adaptive.cost import save_curve
-        from .drafters.adaptive.measure import cost_path, forget_curves, measure, model_key
+        from .drafters.adaptive.measure import measure
+        from .targets.costs import cost_path, forget_curves, model_key, runs_on
 
         target = self.target()
-        measured = measure(target, rows, contexts, batches, repeats, inf, progress)
+        measured = measure(target, rows, contexts, batches, repeats, inf, progress, runs_on(self.model))
         if not measured.has_rows:  # every row would seem to be free
             raise SettingsError(
                 "the rows must include a number above 1 whose steps fit in memory and in the model's vocabulary, got "

@@ -100,8 +100,9 @@ class Proposer:
     def __init__(self, vllm_config: Any) -> None:
         check(vllm_config)
         from ..drafters.adaptive.base_files import base_table_of
-        from ..drafters.adaptive.measure import SUSTAINED, config_key
+        from ..drafters.adaptive.measure import SUSTAINED
         from ..drafters.adaptive.state import AdaptiveState
+        from ..targets.costs import config_key
         from .vllm_costs import StepCosts
 
         drafter = drafter_of(vllm_config)

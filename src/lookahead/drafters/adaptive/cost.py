@@ -170,16 +170,6 @@ def _interpolated(points: Mapping[int, float], at: float) -> float:
     return points[known[before]] + slope * (at - known[before])
 
 
-def runs_on(model: Any) -> str:
-    """The type of the device that evaluates the layers of a model, as in "cuda"; "gpu" for any GPU in llama.cpp."""
-    return getattr(model, "runs_on", None) or str(getattr(model, "device", "cpu")).partition(":")[0]
-
-
-def runs_on_gpu(model: Any) -> bool:
-    """Whether rows of a model are assumed to be nearly free until its curve is measured."""
-    return runs_on(model) in ("cuda", "gpu")
-
-
 def machine() -> str:
     """The machine's part of a curve's key: system, processor, cores, threads and GPUs."""
     parts = [platform.system(), get_host_cpu_name(), f"{os.cpu_count()} cores", f"{thread_count()} threads"]
@@ -193,7 +183,7 @@ def curve_file(model: str) -> Path:
     """The file of a model's curve on this machine, in the user's cache folder.
 
     Args:
-        model: a key unique to the model, dtype, device and code path (``measure.model_key``).
+        model: a key unique to the model, dtype, device and code path (``targets.costs.model_key``).
     """
     digest = hashlib.sha256(f"{machine()}|{model}".encode()).hexdigest()[:24]
     return cache_folder() / "costs" / f"{digest}.json"

@@ -1,21 +1,16 @@
-"""Measures the cost curve of a target, once per model and machine, and compiles the drafter's code.
+"""Measures the cost curve of a target, and compiles the drafter's code.
 
 The adaptive drafter itself drafts the timed steps, so their cost includes drafting. However, the
 emitted tokens are not the target's: each step emits the first child of the root, so that the next root has already
 been evaluated and has proposals.
 
 Steps of one row and of k rows alternate, and only the faster half of each counts, because other work on the machine
-slows down individual steps. If even these vary too much, the process uses a typical curve, with the measured costs
-where these are larger on a CPU without the compiled path, and the next process measures again.
+slows down individual steps.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from math import inf
 from statistics import fmean, median
 from time import perf_counter
@@ -24,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from ... import draws
-from ...core import NumericalError, OutOfMemory, SettingsError, Start, Target, TokenTree
-from ...jit import compile_ahead, wait_for_compilation
-from .cost import CostCurve, load_curve, runs_on, runs_on_gpu, save_curve
+from ...core import OutOfMemory, SettingsError, Start, Target, TokenTree
+from ...jit import compile_ahead
+from .cost import CostCurve
 from .draft_state import AdaptiveDraftState
 from .drafter import Adaptive
 from .state import AdaptiveState
@@ -127,6 +122,7 @@ def measure(
     rounds: int = ROUNDS,
     patience: float = PATIENCE,
     progress: Callable[[int, int, int, float], None] | None = None,
+    device: str = "cpu",
 ) -> Measurement:
     """Time drafted steps of a target.
 
@@ -138,6 +134,7 @@ def measure(
         rounds: steps of each size; the mean of the faster half counts.
         patience: seconds after which no further size is started; two numbers of rows are always measured.
         progress: called with (sequences, context, rows, seconds) for every size.
+        device: the type of the device that evaluates the model's layers (``targets.costs.runs_on``).
 
     Sizes that do not fit in memory are left out.
 
@@ -149,7 +146,6 @@ def measure(
     end = perf_counter() + patience
     captured = target.captures
     discard = _discarded(target)
-    device = runs_on(getattr(target, "model", None) or target)
     if captured or device != "cpu":
         result.sustained = 1.0
     if rows is None:
@@ -341,115 +337,3 @@ def compile_all() -> None:
 def precompile() -> None:
     """Compile the drafter's code in another process, unless this machine has it compiled already."""
     compile_ahead(compile_all)
-
-
-def model_key(model: Any, path: str = "") -> str:
-    """The key of a model's cost curve: shape, dtype, device and code path, but not the weights' values.
-
-    Args:
-        model: a transformers model.
-        path: ``cost_path`` of the target that evaluates it.
-    """
-    parts = [type(model).__name__, config_key(model.config), *_numbers_of(model), path]
-    options = getattr(getattr(model, "loaded", None), "options", None)  # of a model loaded by llama.cpp
-    for name in ("flash_attn", "cache_type_k", "cache_type_v"):
-        if value := getattr(options, name, None):
-            parts.append(f"{name} {value}")
-    if options is not None:  # the same options run on a GPU or not, depending on how llama.cpp was built
-        parts.append(f"on {model.runs_on}")
-    return "|".join(str(part) for part in parts)
-
-
-def cost_path(target: Target) -> str:
-    """The path of a target, and what else determines the cost of its steps: its attention function, the number of
-    ranks, and the processor that its code is compiled for, if NUMBA_CPU_NAME names one."""
-    attention, ranks = getattr(target, "attention", None), getattr(target, "ranks", 1)
-    parts = [target.path]
-    if attention is not None:
-        parts.append(f"attention by {attention.backend}")
-    if ranks > 1:
-        parts.append(f"{ranks} ranks")
-    processor = os.environ.get("NUMBA_CPU_NAME")
-    if target.runs_compiled and processor:
-        parts.append(f"compiled for {processor}")
-    return ", ".join(parts)
-
-
-def config_key(config: Any) -> str:
-    """The shape of a model as JSON: the integers of its transformers configuration, and how its weights are
-    quantized; None gives an empty text."""
-    if config is None:
-        return ""
-    entries = config.get_text_config(decoder=True).to_dict().items()
-    shape: dict[str, Any] = {
-        key: value for key, value in entries if isinstance(value, int) and key != "eos_token_id"
-    }
-    quantization = getattr(config, "quantization_config", None)  # a dict or an object of transformers
-    if quantization is not None:
-        shape["quantization_config"] = dict(quantization)
-    return json.dumps(shape, sort_keys=True, default=str)
-
-
-def _numbers_of(model: Any) -> tuple[Any, Any]:
-    """(types of the weights, device)."""
-    return getattr(model, "weights", None) or model.dtype, model.device
-
-
-_of_models: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], CostCurve]] = weakref.WeakKeyDictionary()
-
-
-def curve_of(
-    model: Any, path: str, make_target: Callable[[], Any], notice: Callable[[str], None]
-) -> CostCurve:
-    """The cost curve of a loaded model: read from disk, or measured and saved. Also compiles all code.
-
-    Sequences of the same model share it. A measurement that other work disturbed is not saved, and is used only on
-    a CPU without the compiled path, where its rows cost more than typical ones.
-
-    Args:
-        model: a transformers model.
-        path: ``cost_path`` of the target that evaluates it, or its ``path`` if a wrapper hides the rest.
-        make_target: returns a new target with a ``vocabulary``; called only for the first drafter of the model.
-        notice: called with a line of text if the file is damaged.
-    """
-    mine = _of_models.setdefault(model, {})
-    key = (*_numbers_of(model), path)
-    if key not in mine:
-        wait_for_compilation()
-        target = make_target()
-        name = model_key(model, cost_path(target))
-        mine[key] = _load_or_measure(target, name, notice, runs_on_gpu(model))
-    return mine[key]
-
-
-def forget_curves(model: Any) -> None:
-    """Let ``curve_of`` read the curves of this model from disk again."""
-    _of_models.pop(model, None)
-
-
-def _load_or_measure(target: Target, name: str, notice: Callable[[str], None], on_gpu: bool) -> CostCurve:
-    try:
-        warm_up(target)
-        try:
-            curve = load_curve(name)
-        except SettingsError as error:
-            notice(f"{error}; measuring it again")
-            curve = None
-        if curve is not None:
-            return curve
-        measured = measure(target)
-        if not measured.has_rows:
-            return CostCurve.unmeasured(on_gpu)  # no step of several rows fits in memory or the vocabulary
-    except (NumericalError, OutOfMemory, SettingsError):
-        # Some tokens have NaN logits, which sequences report when they occur, there is no memory, or the model's
-        # context is too short.
-        return CostCurve.unmeasured(on_gpu)
-    if not measured.steady:
-        typical = CostCurve.typical(on_gpu)
-        # The typical curve is that of compiled passes. Other rows may cost several times as much, which even a
-        # disturbed measurement shows.
-        return typical if on_gpu or target.runs_compiled else measured.curve().at_least(typical)
-    curve = measured.curve()
-    with suppress(OSError):  # if the folder cannot be written, the next process measures again
-        save_curve(name, curve)
-    return curve

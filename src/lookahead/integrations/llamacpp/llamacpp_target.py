@@ -83,7 +83,6 @@ class LlamaCppTarget(Target):
         self.reason = reason
         self._weights = contexts.weights
         self.vocabulary = self._weights.vocabulary
-        self.runs_on = self._weights.runs_on
         self._max_positions = self._weights.positions or NO_LIMIT
         self._lease = contexts.lease()
         # Not at exit, where finalizers run newest first, so a larger context would be freed before its lease ends.
