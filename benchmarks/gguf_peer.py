@@ -61,7 +61,6 @@ class GGUFPeer(Method):
         SettingsError: the file is missing.
     """
 
-    of_another_library = True
     package: str
     installing = ""
 

@@ -59,8 +59,6 @@ class LlamaServer(Method):
         SettingsError: the file is missing.
     """
 
-    of_another_library = True
-
     def __init__(self, given: str, model: ModelUnderTest) -> None:
         folder = os.environ.get("LLAMACPP_BIN", "")
         program = Path(folder) / "llama-server"

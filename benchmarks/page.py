@@ -12,6 +12,7 @@ from typing import Any
 
 from lookahead.bench.record import describe, was_busy
 from lookahead.cli.bench import command_line
+from lookahead.core import SettingsError
 
 from .quiet import machine_text, processor
 
@@ -24,6 +25,8 @@ LETTERS = {
     "T": "temperature",
     "V": "size of the vocabulary",
 }
+#: The longest reason of a failure, in characters.
+REASON = 160
 #: Code, in blocks and in sentences, and the addresses of links.
 NO_PROSE = re.compile(r"^(`{3,}).*?^\1|`[^`\n]+`|(?<=\])\([^)\s]*\)", re.S | re.M)
 
@@ -41,6 +44,13 @@ def spelled_out(page: str) -> str:
             found.append(f"{letter}: {words}")
     title, _, rest = page.partition("\n")
     return f"{title}\n\n{'; '.join(found)}.\n{rest}" if found else page
+
+
+def reason_of(error: Exception) -> str:
+    """An error in one short line, without folders of this machine."""
+    text = " ".join(re.sub(r"(?<![\w./])(?:/[^\s'\":,;()/]+)+/", "", str(error)).split())
+    line = text if isinstance(error, SettingsError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+    return line if len(line) <= REASON else f"{line[: REASON - 1].rstrip()}…"
 
 
 def write_page(

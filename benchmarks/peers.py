@@ -10,12 +10,13 @@
     openvino-greedy[:FILE[:f32]]  OpenVINO GenAI on a GGUF file (see ``benchmarks.openvino``), computing in float32
     openvino-lookup[:FILE[:T,N]]  its prompt lookup, T tokens (10), n-grams of at most N (3)
 
-Every other name is a method of ours.
+Every other name is a method of ours. ``run`` takes the methods of other libraries as ``Peer``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,17 +25,20 @@ import torch
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, StaticCache
 
 from lookahead.bench import methods
-from lookahead.bench.methods import Method, ModelUnderTest, Outcome, RunOptions
+from lookahead.bench.methods import Drafted, Method, ModelUnderTest, Outcome, RunOptions
 from lookahead.core import SettingsError
 
 from .gguf_peer import LOOKUP_TOKENS, MissingPackage, outcome_of
 from .llamacpp import LLAMA_CPP, LlamaCpp
 from .llamacpp_server import LLAMA_SERVER, LlamaServer
 from .openvino import OPENVINO, OpenVino
+from .page import reason_of
 
 COMPILED = "hf-compiled"
 HUGGING_FACE = ("hf-greedy", "hf-sample", "hf-prompt-lookup", COMPILED)
 ASSISTED = "hf-assisted"
+#: The file that has the label of another library's method while it decodes.
+DECODING = "decoding"
 
 
 def default_methods(model: ModelUnderTest) -> list[str]:
@@ -74,16 +78,77 @@ def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Me
         raise SettingsError(f"{error}; methods of other libraries are {others}") from None
 
 
+def guarded_methods(
+    name: str, model: ModelUnderTest, warm: bool = True, folder: Path | None = None
+) -> list[Method]:
+    """As ``make_methods``, with each method of another library as a ``Peer`` whose records are in the folder."""
+    made = make_methods(name, model, warm)
+    return [method if isinstance(method, Drafted) else Peer(method, folder) for method in made]
+
+
+class Peer(Method):
+    """Another library's method: if it fails, it returns why, and the run goes on with the other methods.
+
+    After an error it is not tried again, except after a SettingsError, which concerns one prompt. If it ends the
+    whole process (an abort in native code), its label stays in the file ``decoding`` next to the records, and it is
+    skipped until that file is removed.
+
+    Args:
+        method: decodes with the other library.
+        folder: the folder of the records; None for no such file.
+    """
+
+    def __init__(self, method: Method, folder: Path | None = None) -> None:
+        self.label = method.label
+        self.settings = method.settings
+        self._method = method
+        self._mark = folder / DECODING if folder is not None else None
+        self._broken = ""
+
+    def comparable(self, options: RunOptions) -> bool:
+        return self._method.comparable(options)
+
+    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome | str:
+        if self._broken:
+            return self._broken
+        marked = self._mark.read_text(encoding="utf-8") if self._mark and self._mark.is_file() else ""
+        if self.label in marked.splitlines():
+            return f"it ended the process; remove {DECODING} next to the records to try again"
+        try:
+            with _noted(self._mark, marked, self.label):
+                return self._method.decode(model, prompt, options)
+        except Exception as error:
+            reason = reason_of(error)
+            if not isinstance(error, SettingsError):
+                self._broken = reason
+            return reason
+
+
+@contextmanager
+def _noted(mark: Path | None, before: str, label: str) -> Iterator[None]:
+    """A context in which the label is a line of the file, after the lines before."""
+    if mark is None:
+        yield
+        return
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.write_text(f"{before}{label}\n", encoding="utf-8")
+    try:
+        yield
+    finally:
+        if before:
+            mark.write_text(before, encoding="utf-8")
+        else:
+            mark.unlink()
+
+
 class Absent(Method):
     """A peer whose package is not installed. Its cells on the page give the reason.
 
     Args:
         name: name of the method as on the command line.
         model: the model under test.
-        why: the error to raise instead of decoding.
+        why: the error to return instead of decoding.
     """
-
-    of_another_library = True
 
     def __init__(self, name: str, model: ModelUnderTest, why: MissingPackage) -> None:
         head, _, file = name.partition(":")
@@ -92,14 +157,13 @@ class Absent(Method):
         self.settings = {}
         self.why = why
 
-    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
-        raise self.why
+    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> str:
+        return reason_of(self.why)
 
 
 class HuggingFace(Method):
     """``model.generate`` of transformers; a hook counts forward passes, a streamer counts tokens."""
 
-    of_another_library = True
     compilation: CompileConfig | None = None
 
     def __init__(self, name: str) -> None:

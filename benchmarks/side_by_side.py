@@ -24,7 +24,7 @@ from lookahead.core import LookaheadError
 
 from .datasets import SOURCES, load_workload
 from .gguf_peer import MissingPackage
-from .peers import Absent, default_methods, make_methods
+from .peers import Absent, default_methods, guarded_methods
 from .quiet import require_quiet
 
 
@@ -61,10 +61,10 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def methods_or_absent(name: str, model: ModelUnderTest, warm: bool) -> list[Method]:
-    """As ``make_methods``, but with ``Absent`` for a peer whose package is not installed."""
+def methods_or_absent(name: str, model: ModelUnderTest, warm: bool, folder: Path) -> list[Method]:
+    """As ``guarded_methods``, but with ``Absent`` for a peer whose package is not installed."""
     try:
-        return make_methods(name, model, warm)
+        return guarded_methods(name, model, warm, folder)
     except MissingPackage as error:
         return [Absent(name, model, error)]
 
@@ -96,7 +96,9 @@ def main(words: Sequence[str] | None = None) -> int:
         ]
         model = load_model(given.model, path=given.path, dtype=given.dtype, threads=given.threads)
         names = split_methods(given.method) if given.method else default_methods(model)
-        methods = [method for name in names for method in methods_or_absent(name, model, options.warm)]
+        methods = [
+            method for name in names for method in methods_or_absent(name, model, options.warm, given.out)
+        ]
         require_quiet()
         records = run(methods, prompts, model, options, Records(given.out), progress)
     except LookaheadError as error:

@@ -26,14 +26,13 @@ from transformers import AutoTokenizer
 from lookahead.bench import Records
 from lookahead.bench.record import commit, environment, key_of
 from lookahead.bench.report import markdown_table
-from lookahead.bench.run import reason_of
 from lookahead.cli.shared import numbers
 from lookahead.core import LookaheadError, SettingsError
 from lookahead.drafters.adaptive.settings import SOURCES
 
 from .chain_s import table
 from .datasets import SETS, load_workload
-from .page import write_page
+from .page import reason_of, write_page
 from .vllm_run import RESULT
 
 PLAIN, NGRAM, OURS = "plain", "ngram", "ours"

@@ -310,10 +310,9 @@ def test_a_prompt_too_long_for_the_model_is_left_out_and_counted():
     assert [line.all.texts for line in summary.lines] == [1, 1]
 
 
-class Peer(Method):
+class Library(Method):
     """Another library that matches plain decoding until it fails."""
 
-    of_another_library = True
     label = "llamacpp-greedy:x.gguf"
 
     def __init__(self, fails_at, error):
@@ -335,10 +334,12 @@ PROMPTS = [CYCLE * 2, CYCLE * 3, CYCLE * 4]
 
 def test_a_peer_that_crashes_says_why_and_the_rest_is_made(tmp_path):
     """The warm-up is its first call, so the third is the second prompt; it fails, and no other is tried."""
-    peer = Peer({3}, RuntimeError("llama_decode returned -1 for /home/me/models/x.gguf | " + "x" * 300))
+    error = RuntimeError("llama_decode returned -1 for /home/me/models/x.gguf | " + "x" * 300)
+    library = Library({3}, error)
+    peer = peers.Peer(library, tmp_path)
     options, store = RunOptions(max_new_tokens=34), Records(tmp_path)
     records = run([peer, "prompt-lookup"], PROMPTS, cycling(), options, store)
-    assert peer.calls == 3
+    assert library.calls == 3
     by_method = {name: [r for r in records if r["method"] == name] for name in ("prompt-lookup", peer.label)}
     assert all(record["new_tokens"] == 34 for record in by_method["prompt-lookup"])
     first, second, third = by_method[peer.label]
@@ -361,9 +362,10 @@ def test_a_peer_that_crashes_says_why_and_the_rest_is_made(tmp_path):
 
 def test_the_next_run_tries_a_failed_peer_again(tmp_path):
     options, store = RunOptions(max_new_tokens=34), Records(tmp_path)
-    run([Peer({3}, RuntimeError("no memory"))], PROMPTS, cycling(), options, store)
-    whole = Peer(set(), None)
-    records = run([whole], PROMPTS, cycling(), options, store)
+    failing = Library({3}, RuntimeError("no memory"))
+    run([peers.Peer(failing, tmp_path)], PROMPTS, cycling(), options, store)
+    whole = Library(set(), None)
+    records = run([peers.Peer(whole, tmp_path)], PROMPTS, cycling(), options, store)
     assert whole.calls == 1 + 2, "a warm-up and the two prompts that failed"
     assert not any(record.get("failed") for record in records)
     assert len(store.read()) == 6
@@ -371,7 +373,7 @@ def test_the_next_run_tries_a_failed_peer_again(tmp_path):
 
 
 def test_a_prompt_that_a_peer_refuses_costs_it_that_prompt_alone():
-    peer = Peer({3}, SettingsError("x.gguf has 9 positions; leave the prompt out"))
+    peer = peers.Peer(Library({3}, SettingsError("x.gguf has 9 positions; leave the prompt out")))
     records = run([peer], PROMPTS, cycling(), RunOptions(max_new_tokens=34))
     line = summarise(records).lines[-1]
     assert (line.all.texts, line.failed) == (
@@ -381,9 +383,10 @@ def test_a_prompt_that_a_peer_refuses_costs_it_that_prompt_alone():
 
 
 def test_a_peer_that_cannot_start_has_a_line_without_figures(tmp_path):
-    peer = Peer({1}, ImportError("libllama.so: another version"))
+    library = Library({1}, ImportError("libllama.so: another version"))
+    peer = peers.Peer(library)
     records = run([peer], PROMPTS, cycling(), RunOptions(max_new_tokens=34))
-    assert peer.calls == 1
+    assert library.calls == 1
     page, facts = page_of(records, "a command")
     assert f"| tokens | `{peer.label}` | ImportError: libllama.so: another version | – | – | – |" in page
     assert facts["overall"][peer.label]["total"] is None
@@ -397,17 +400,17 @@ def test_a_peer_that_ended_the_process_is_left_out_of_the_next_run(tmp_path):
         tmp_path / "new" / "decoding",
     )
 
-    class Watching(Peer):
+    class Watching(Library):
         def decode(self, *given):
             assert mark.read_text() == "llamacpp-greedy:x.gguf\n"
             return super().decode(*given)
 
     for error in (KeyboardInterrupt(), RuntimeError("no memory")):
         with suppress(KeyboardInterrupt):
-            run([Watching({3}, error)], PROMPTS, cycling(), options, store)
+            run([peers.Peer(Watching({3}, error), store.folder)], PROMPTS, cycling(), options, store)
         assert not mark.exists()
     mark.write_text("llamacpp-greedy:x.gguf\n")
-    records = run([Peer({1}, None)], PROMPTS, cycling(), options, store)
+    records = run([peers.Peer(Library({1}, None), store.folder)], PROMPTS, cycling(), options, store)
     line = summarise(records).lines[-1]
     why = "it ended the process; remove decoding next to the records to try again"
     assert line.failed == f"{why} (2 of 3 decoded)"  # one in each of the runs above
@@ -415,10 +418,8 @@ def test_a_peer_that_ended_the_process_is_left_out_of_the_next_run(tmp_path):
 
 
 def test_an_error_of_ours_ends_the_run():
-    ours = Peer({3}, RuntimeError("a bug"))
-    ours.of_another_library = False
     with pytest.raises(RuntimeError, match="a bug"):
-        run([ours], PROMPTS, cycling(), RunOptions(max_new_tokens=34))
+        run([Library({3}, RuntimeError("a bug"))], PROMPTS, cycling(), RunOptions(max_new_tokens=34))
 
 
 def test_a_package_that_is_not_installed_is_said_in_its_cells(monkeypatch, tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import nan
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from lookahead.records import finite
 
 from ..datasets import find_file, load_workload
 from ..page import spelled_out
-from ..peers import make_methods
+from ..peers import guarded_methods
 from ..quiet import machine_text, processor
 from .committed import Head
 
@@ -71,7 +72,8 @@ class Study:
     ) -> list[Record]:
         """Measure, and save the records in the folder."""
         records = Records(self.records)
-        return run(methods, prompts, self.model, options, records, self.progress, make_methods)
+        make = partial(guarded_methods, folder=self.records)
+        return run(methods, prompts, self.model, options, records, self.progress, make)
 
     def head(self, command: str, **measured: Any) -> Head:
         """The head of the committed records.

@@ -155,12 +155,10 @@ class Method(ABC):
     label: str  # name with settings
     state: str = ""  # "cold" or "warm" if the method keeps state between prompts
     settings: dict[str, Any]  # for the records
-    #: Whether another library decodes: its errors are recorded, and the other methods go on.
-    of_another_library: bool = False
 
     @abstractmethod
-    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
-        """Decode one prompt."""
+    def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome | str:
+        """Decode one prompt. Another library's method may return why it failed."""
 
     def comparable(self, options: RunOptions) -> bool:
         """Whether the completion must equal that of plain decoding, token for token."""

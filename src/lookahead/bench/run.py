@@ -4,24 +4,19 @@ For every repeat, prompt and turn, plain decoding comes first, because the other
 and the next turn follows it. The other methods come in a rotating order, so that drift of the machine affects all
 alike. Before the measurement, each method decodes one prompt as a warm-up.
 
-An error of one of our methods ends the run. Another library may fail: the record then says why, its earlier records
-stay, and it is not tried again in this run, except after a SettingsError, which concerns one prompt. Such a record
-does not count as finished, so the next run tries again. If another library ends the whole process (an abort in native
-code), its label stays in the file ``decoding`` next to the records, and runs skip it until that file is removed.
+An error ends the run. A method of another library may return why it failed instead: the record then gives the reason,
+and does not count as finished, so the next run tries again.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 
-from ..core import SettingsError, first_divergence
+from ..core import first_divergence
 from ..drafters import ngrams_of
 from .methods import PLAIN, MakeMethods, Method, ModelUnderTest, Outcome, RunOptions, load_model, make_methods
 from .record import Record, Records, environment, key_of
@@ -31,10 +26,6 @@ from .workloads import Prompt
 Progress = Callable[[int, int, str], None]
 #: A completion loops if an n-gram of this size occurs twice.
 LOOP_SIZE = 8
-#: The longest reason of a failure, in characters.
-REASON = 160
-#: The file that has the label of another library's method while it decodes.
-DECODING = "decoding"
 
 
 def run(
@@ -78,9 +69,6 @@ def run(
     warmed_up = False
     #: Prompts with existing records, which a warm method decodes before its next record.
     unseen: dict[Method, list[list[int]]] = defaultdict(list)
-    mark = records.folder / DECODING if records else None
-    #: Methods of other libraries that failed, and why.
-    broken = _ended_the_process(mark, measured)
     for repeat, number, turn, method in plan:
         # Plain decoding begins a turn.
         prompt = workload[number]
@@ -106,7 +94,7 @@ def run(
             if fits and not warmed_up:
                 for each in measured:
                     show(len(result), len(plan), f"warm-up: {each.label}")
-                    _try(each, model, tokens, options, broken, mark)
+                    each.decode(model, tokens, options)
                     each.forget()
                 warmed_up = True
             record = {
@@ -117,7 +105,7 @@ def run(
             if fits:
                 for missed in unseen.pop(method, []):
                     method.decode(model, missed, options)
-                outcome = _try(method, model, tokens, options, broken, mark)
+                outcome = method.decode(model, tokens, options)
                 if isinstance(outcome, str):
                     record |= {"skipped": outcome, "failed": True}
                 else:
@@ -167,15 +155,6 @@ def _identifying_fields(key: str, repeat: int, prompt: Prompt, turn: int, method
     }
 
 
-def _ended_the_process(mark: Path | None, measured: Sequence[Method]) -> dict[Method, str]:
-    """The methods of other libraries that ended the process of an earlier run, and why they are skipped."""
-    if mark is None or not mark.is_file():
-        return {}
-    labels = mark.read_text(encoding="utf-8").splitlines()
-    why = f"it ended the process; remove {DECODING} next to the records to try again"
-    return {each: why for each in measured if each.of_another_library and each.label in labels}
-
-
 def _plan(
     prompts: Sequence[Prompt], methods: Sequence[Method], repeats: int
 ) -> Iterator[tuple[int, int, int, Method]]:
@@ -199,58 +178,6 @@ def loop_free(tokens: Sequence[int]) -> bool:
     """Whether no n-gram of ``LOOP_SIZE`` tokens occurs twice. Small models loop, and loops favour n-gram methods."""
     grams = list(map(tuple, ngrams_of(tokens, LOOP_SIZE)))
     return len(set(grams)) == len(grams)
-
-
-def _try(
-    method: Method,
-    model: ModelUnderTest,
-    prompt: list[int],
-    options: RunOptions,
-    broken: dict[Method, str],
-    mark: Path | None,
-) -> Outcome | str:
-    """The outcome of one prompt, or why another library failed, which is added to ``broken``.
-
-    Args:
-        mark: the file that contains the method's label while it decodes.
-    """
-    if method in broken:
-        return broken[method]
-    if not method.of_another_library:
-        return method.decode(model, prompt, options)
-    try:
-        with _noted(mark, method.label):
-            return method.decode(model, prompt, options)
-    except Exception as error:
-        reason = reason_of(error)
-        if not isinstance(error, SettingsError):
-            broken[method] = reason
-        return reason
-
-
-@contextmanager
-def _noted(mark: Path | None, label: str) -> Iterator[None]:
-    """A context in which the label is a line of the file."""
-    if mark is None:
-        yield
-        return
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    before = mark.read_text(encoding="utf-8") if mark.is_file() else ""
-    mark.write_text(f"{before}{label}\n", encoding="utf-8")
-    try:
-        yield
-    finally:
-        if before:
-            mark.write_text(before, encoding="utf-8")
-        else:
-            mark.unlink()
-
-
-def reason_of(error: Exception) -> str:
-    """An error in one short line, without folders of this machine."""
-    text = " ".join(re.sub(r"(?<![\w./])(?:/[^\s'\":,;()/]+)+/", "", str(error)).split())
-    line = text if isinstance(error, SettingsError) else f"{type(error).__name__}: {text}".removesuffix(": ")
-    return line if len(line) <= REASON else f"{line[: REASON - 1].rstrip()}…"
 
 
 def _figures(
