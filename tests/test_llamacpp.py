@@ -432,7 +432,7 @@ def test_a_model_that_it_cannot_load(files, tmp_path):
 def test_an_unsupported_version(monkeypatch, found):
     monkeypatch.setattr(library, "version", lambda name: found)
     library.library.cache_clear()
-    with pytest.raises(SettingsError, match=f"from 0.3.36 on and before 0.4, got {found}; pip install"):
+    with pytest.raises(SettingsError, match=f"needs llama-cpp-python>=0.3.36,<0.4, got {found}; pip"):
         lookahead.load(engine="llama.cpp")
     library.library.cache_clear()
 

