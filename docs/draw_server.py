@@ -4,7 +4,7 @@ import re
 import sys
 from pathlib import Path
 
-from lookahead.options import offered
+from lookahead.option import offered
 from lookahead.server.metrics import Metrics
 from lookahead.server.protocol import ChatRequest, CompletionRequest, Generating, LookaheadFields
 from lookahead.server.settings import Settings

@@ -21,7 +21,8 @@ from lookahead.cli import app
 from lookahead.cli.adapter import with_options
 from lookahead.cli.command import Command as HelpCommand
 from lookahead.drafters import METHODS
-from lookahead.options import DraftOptions, LoadOptions, Options, option
+from lookahead.option import option
+from lookahead.options import DraftOptions, LoadOptions, Options
 from processes import Command
 from toy import save
 

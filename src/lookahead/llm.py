@@ -21,7 +21,8 @@ from .engine.prefix_cache import with_prefixes
 from .engine.processors import make_process
 from .engine.prompts import OnePrompt, Prompt, as_list, encode
 from .engine.text import TextDecoder
-from .options import BatchKeywords, BatchOptions, Keywords, Options, Process, refuse_unknown
+from .option import refuse_unknown
+from .options import BatchKeywords, BatchOptions, Keywords, Options, Process
 from .targets.fingerprint import fingerprint, refreshes
 from .targets.own_model import OwnModel
 from .targets.paths import make_target, probe

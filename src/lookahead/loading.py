@@ -21,7 +21,8 @@ from .integrations.llamacpp.library import library
 from .integrations.llamacpp.model import LlamaCppModel
 from .llm import LLM
 from .models.blueprint import Unsupported
-from .options import LoadOptions, refuse_unknown
+from .option import refuse_unknown
+from .options import LoadOptions
 from .targets.cpu.packed_model import PackedModel, quantizable, quantize_model, read_model
 from .targets.fingerprint import forget
 from .targets.limits import GRAPH_MEMORY

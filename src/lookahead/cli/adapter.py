@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from ..options import OptionSet, flag_of, offered
+from ..option import OptionSet, flag_of, offered
 from .command import help_all, placeholder, with_placeholder
 
 

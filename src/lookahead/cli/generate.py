@@ -16,7 +16,8 @@ import typer
 
 from .. import Adaptive, Plain
 from ..core import LookaheadError, SettingsError
-from ..options import DraftOptions, LoadOptions, Options, OptionSet, flag_of
+from ..option import OptionSet, flag_of
+from ..options import DraftOptions, LoadOptions, Options
 from ..records import RecordWriter, drop_torn_line, read_records
 from .adapter import with_options
 from .console import Interrupted, as_record, compared, diverged, is_follower, note, progress_bar, summary

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..core import SettingsError
-from ..options import OptionSet, flag_of, option
+from ..option import OptionSet, flag_of, option
 
 
 @dataclass(frozen=True, kw_only=True)

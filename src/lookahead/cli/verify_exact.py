@@ -13,7 +13,8 @@ from rich.text import Text
 
 from .. import Adaptive, Plain
 from ..core import SettingsError
-from ..options import DraftOptions, LoadOptions, Options, flag_of
+from ..option import flag_of
+from ..options import DraftOptions, LoadOptions, Options
 from .adapter import with_options
 from .console import diverged, note
 from .shared import Json, load_model

@@ -19,7 +19,8 @@ from pydantic import Field, create_model
 
 from ..core import SettingsError
 from ..engine.prompts import chat_prompt
-from ..options import DraftOptions, LoadOptions, Options, offered
+from ..option import offered
+from ..options import DraftOptions, LoadOptions, Options
 
 if TYPE_CHECKING:
     from ..llm import LLM

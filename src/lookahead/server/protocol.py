@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from ..options import DraftOptions, offered
+from ..option import offered
+from ..options import DraftOptions
 
 Text = Annotated[str, Field(max_length=1 << 22)]
 Item = TypeVar("Item")

@@ -12,18 +12,8 @@ from typing import Any, ClassVar, Self
 from ..core import Drafter, SettingsError
 from ..core.errors import nearest
 from ..drafters import as_drafter
-from ..options import (
-    COUNT,
-    KEPT,
-    YES_OR_NO,
-    DrafterOptions,
-    LoadOptions,
-    MachineOptions,
-    at_least,
-    offered,
-    option,
-    prefix_cache_option,
-)
+from ..option import COUNT, KEPT, YES_OR_NO, at_least, offered, option
+from ..options import DrafterOptions, LoadOptions, MachineOptions, prefix_cache_option
 
 
 def _seconds(value: Any) -> bool:
