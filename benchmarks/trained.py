@@ -35,7 +35,7 @@ from lookahead.bench.record import environment, require_one_origin
 from lookahead.bench.report import markdown_table
 from lookahead.core import Drafter
 from lookahead.drafters import Adaptive, Lookahead, Plain, PromptLookup
-from lookahead.learning.self_text import Folder
+from lookahead.learning.text_parts import Folder
 from lookahead.records import RecordWriter, read_records
 from lookahead.targets.light_head import find_head
 

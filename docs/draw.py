@@ -31,8 +31,8 @@ from lookahead.core import TokenTree, verify
 from lookahead.drafters import NGramPool, Window
 from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.drafters.adaptive.sources import base_table
-from lookahead.learning.self_text import Text
 from lookahead.learning.table import Places, levels_of, trie_of
+from lookahead.learning.text_parts import Text
 from lookahead.trace import read_trace
 
 HERE = Path(__file__).parent

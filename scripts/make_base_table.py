@@ -15,8 +15,9 @@ from pathlib import Path
 import lookahead
 from lookahead.drafters.adaptive.base_files import INCLUDED, table_name
 from lookahead.drafters.adaptive.sources.base_table import open_table, save_table
-from lookahead.learning.self_text import Folder, Writer
+from lookahead.learning.self_text import Writer
 from lookahead.learning.table import build
+from lookahead.learning.text_parts import Folder
 
 
 def main() -> None:

@@ -15,8 +15,8 @@ from lookahead.drafters import Adaptive, Plain, as_drafter
 from lookahead.drafters.adaptive import base_files
 from lookahead.drafters.adaptive.sources import base_table
 from lookahead.drafters.adaptive.sources.base_table import ABSENT, NO_TRIE, STEP, open_table, save_table
-from lookahead.learning.self_text import Text
 from lookahead.learning.table import LEAST, SHORTER, WIDTH, Places, build, count_kinds, levels_of, trie_of
+from lookahead.learning.text_parts import Text
 from lookahead.sampling import Temperature
 from lookahead.targets import light_head
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, repetitive_text, run

@@ -14,9 +14,10 @@ import lookahead
 from lookahead.core import SettingsError
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.base_files import find_base_table, learned_file
-from lookahead.learning import self_text
-from lookahead.learning.self_text import Folder, Writer
+from lookahead.learning import self_text, text_parts
+from lookahead.learning.self_text import Writer
 from lookahead.learning.table_learner import Goal, Learner
+from lookahead.learning.text_parts import Folder
 from test_cli import call, refused
 from toy import save
 
@@ -94,20 +95,20 @@ def test_an_interruption_ends_the_writing_and_another_leaves_the_table_for_later
 
 def test_a_part_is_saved_whole_when_it_is_interrupted(chats, tmp_path, monkeypatch):
     llm = lookahead.load(chats)
-    writing = self_text.np.savez_compressed
+    writing = text_parts.np.savez_compressed
 
     def slow(*arguments, **arrays):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.05)
         writing(*arguments, **arrays)
 
-    monkeypatch.setattr(self_text.np, "savez_compressed", slow)
+    monkeypatch.setattr(text_parts.np, "savez_compressed", slow)
     with pytest.raises(KeyboardInterrupt):
         Writer(llm, Folder(tmp_path), 4).write(lambda tokens, seconds: tokens > 200)
     assert Folder(tmp_path).tokens > 200
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     thread = threading.Thread(target=Folder(tmp_path).save, args=(list(Folder(tmp_path).read()),))
-    monkeypatch.setattr(self_text.np, "savez_compressed", writing)
+    monkeypatch.setattr(text_parts.np, "savez_compressed", writing)
     thread.start()
     thread.join()
     assert len(Folder(tmp_path).parts()) == 2
@@ -136,7 +137,7 @@ def test_text_of_another_model_of_the_same_sizes_is_refused(chats, tmp_path):
 
 
 def test_an_interrupt_during_a_save_stores_no_text_twice(chats, tmp_path, monkeypatch):
-    writing = self_text.np.savez_compressed
+    writing = text_parts.np.savez_compressed
     saves = []
 
     def interrupted(*arguments, **arrays):
@@ -145,7 +146,7 @@ def test_an_interrupt_during_a_save_stores_no_text_twice(chats, tmp_path, monkey
             os.kill(os.getpid(), signal.SIGINT)
         writing(*arguments, **arrays)
 
-    monkeypatch.setattr(self_text.np, "savez_compressed", interrupted)
+    monkeypatch.setattr(text_parts.np, "savez_compressed", interrupted)
     monkeypatch.setattr(self_text, "PART_SECONDS", 0)
     with pytest.raises(KeyboardInterrupt):
         Writer(lookahead.load(chats), Folder(tmp_path), 4).write(lambda tokens, seconds: tokens > 2000)

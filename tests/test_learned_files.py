@@ -20,11 +20,12 @@ from lookahead.drafters.adaptive.calibration import BASE_AXES, GREEDY_GUESSES
 from lookahead.drafters.adaptive.sources import base_table
 from lookahead.drafters.adaptive.sources.base_table import NO_TRIE, save_table
 from lookahead.drafters.adaptive.state import AdaptiveState
-from lookahead.learning import self_text, table_learner, train_head
+from lookahead.learning import table_learner, text_parts, train_head
 from lookahead.learning.hidden_states import collect
 from lookahead.learning.openings import CODE_FRAMES, CODE_TASKS, FRAMES, OTHERS, SHARES, TOPICS, opening
-from lookahead.learning.self_text import ANSWER, KINDS, LOCK_FILE, OWN_ANSWER, REQUEST, Folder, Text, Writer
+from lookahead.learning.self_text import Writer
 from lookahead.learning.table_learner import Goal, Learner
+from lookahead.learning.text_parts import ANSWER, KINDS, LOCK_FILE, OWN_ANSWER, REQUEST, Folder, Text
 from lookahead.learning.train_head import Positions, Training, TrainSettings
 from lookahead.models.head_file import HeadWeights
 from lookahead.targets.cpu.cpu_target import CpuTarget
@@ -98,10 +99,10 @@ def test_no_part_is_replaced(tmp_path, monkeypatch):
         (tmp_path / "part-000000.npz").write_bytes(b"of another process")
         writing(*given, **named)
 
-    monkeypatch.setattr(self_text.np, "savez_compressed", slow)
+    monkeypatch.setattr(text_parts.np, "savez_compressed", slow)
     Folder(tmp_path, scan=False).save([text(7)])
     assert (tmp_path / "part-000000.npz").read_bytes() == b"of another process"
-    assert [each.number for each in self_text.read_part(tmp_path / "part-000001.npz")] == [7]
+    assert [each.number for each in text_parts.read_part(tmp_path / "part-000001.npz")] == [7]
     assert list(tmp_path.glob("*.tmp")) == []
 
 
@@ -233,7 +234,7 @@ def head_positions(tmp_path, texts, states=None):
     """The texts in one part, with their hidden states, random unless given."""
     Folder(tmp_path).save(list(texts))
     (part,) = Folder(tmp_path).parts()
-    count = sum(len(each.completion) for each in self_text.read_part(part))
+    count = sum(len(each.completion) for each in text_parts.read_part(part))
     if states is None:
         states = np.random.default_rng(0).normal(size=(count, HIDDEN))
     np.save(tmp_path / "states.npy", states.astype(np.float16))

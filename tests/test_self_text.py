@@ -6,9 +6,10 @@ import pytest
 import lookahead
 from lookahead.core import SettingsError
 from lookahead.drafters import Plain
-from lookahead.learning import self_text
+from lookahead.learning import text_parts
 from lookahead.learning.openings import beginning, opening
-from lookahead.learning.self_text import REQUEST, TOP, Folder, Writer, loops
+from lookahead.learning.self_text import Writer, loops
+from lookahead.learning.text_parts import REQUEST, TOP, Folder
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_a_full_disk_loses_nothing_that_was_saved(llm, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(self_text.np, "savez_compressed", full)
+    monkeypatch.setattr(text_parts.np, "savez_compressed", full)
     with pytest.raises(
         SettingsError, match=rf"No space left on device\); the {before.tokens} tokens saved before"
     ):

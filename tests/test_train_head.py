@@ -14,8 +14,8 @@ from lookahead.drafters import Adaptive, Plain
 from lookahead.learning import hidden_states
 from lookahead.learning.head_learner import HeadLearner
 from lookahead.learning.hidden_states import collect, states_of
-from lookahead.learning.self_text import Folder
 from lookahead.learning.table import MOST_TRIALS
+from lookahead.learning.text_parts import Folder
 from lookahead.learning.train_head import Training, TrainSettings
 from lookahead.models.head_file import load_head
 from lookahead.targets import light_head

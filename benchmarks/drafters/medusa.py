@@ -34,7 +34,7 @@ from torch.nn.functional import linear, silu
 import lookahead
 from lookahead.core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, TokenTree
 from lookahead.learning.hidden_states import collect
-from lookahead.learning.self_text import Folder
+from lookahead.learning.text_parts import Folder
 from lookahead.learning.train_head import Positions
 from lookahead.targets.light_head import row_readers, sizes_of
 

@@ -1,6 +1,6 @@
 """Hidden states of a model's self-generated text, on which a light head is trained.
 
-Each part of the text (``self_text``) has one file, such as ``part-000000.npy``: float16 (positions, hidden), with a
+Each part of the text (``text_parts``) has one file, such as ``part-000000.npy``: float16 (positions, hidden), with a
 row for each token of the completions, in the order of the part. The row of a token is the hidden state under which it
 was chosen, or zeros for the first token after a prompt of one token, since a prefill returns no hidden states. Files
 are written as a whole, so an interruption loses at most the current part.
@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core import SettingsError, Target, TokenTree
 from ..records import not_writable, replacing
-from .self_text import Folder, read_part
+from .text_parts import Folder, read_part
 
 #: Number of rows per pass.
 CHUNK = 256

@@ -20,7 +20,8 @@ from ..drafters.adaptive.calibration import BASE_AXES, ORDERS
 from ..drafters.adaptive.memory import Trie
 from ..drafters.adaptive.sources import base_table
 from ..drafters.adaptive.sources.base_table import ABSENT, ARRAYS, STEP
-from .self_text import TEMPERATURE, Text
+from .self_text import TEMPERATURE
+from .text_parts import Text
 
 #: Number of best tokens per position that enter the means.
 READ = 10

@@ -15,8 +15,9 @@ from ..core import SettingsError
 from ..drafters.adaptive.base_files import learned_file, table_name
 from ..drafters.adaptive.sources.base_table import BaseTable, open_table, save_table
 from ..records import cache_folder
-from .self_text import Folder, Writer, check_folder, check_output, check_same_model
+from .self_text import Writer, check_folder, check_output, check_same_model
 from .table import build
+from .text_parts import Folder
 
 if TYPE_CHECKING:
     from ..llm import LLM

@@ -42,8 +42,8 @@ from ..drafters.adaptive.sources.light_head import READ_SAMPLED, sampled_guess_k
 from ..models.head_file import BLOCK, MAX_LEVELS, HeadWeights
 from ..records import replacing
 from ..targets.head_network import HeadNetwork
-from .self_text import read_part
 from .table import limited
+from .text_parts import read_part
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
