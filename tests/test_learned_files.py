@@ -21,12 +21,13 @@ from lookahead.drafters.adaptive.sources import base_table
 from lookahead.drafters.adaptive.sources.base_table import NO_TRIE, save_table
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.learning import table_learner, text_parts, train_head
+from lookahead.learning.head_data import Positions
 from lookahead.learning.hidden_states import collect
 from lookahead.learning.openings import CODE_FRAMES, CODE_TASKS, FRAMES, OTHERS, SHARES, TOPICS, opening
 from lookahead.learning.self_text import Writer
 from lookahead.learning.table_learner import Goal, Learner
 from lookahead.learning.text_parts import ANSWER, KINDS, LOCK_FILE, OWN_ANSWER, REQUEST, Folder, Text
-from lookahead.learning.train_head import Positions, Training, TrainSettings
+from lookahead.learning.train_head import Training, TrainSettings
 from lookahead.models.head_file import HeadWeights
 from lookahead.targets.cpu.cpu_target import CpuTarget
 from lookahead.targets.light_head import make_head

@@ -11,7 +11,7 @@ import numpy as np
 
 
 def places_in(shortlist: Any, positions: Any) -> Any:
-    """The index in a shortlist of each token of the text (``train_head.Positions``), by token; -1: not in it.
+    """The index in a shortlist of each token of the text (``head_data.Positions``), by token; -1: not in it.
 
     A sampled token may have a larger id than all best tokens.
     """

@@ -33,9 +33,9 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 
 import lookahead
 from lookahead.core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, TokenTree
+from lookahead.learning.head_data import Positions
 from lookahead.learning.hidden_states import collect
 from lookahead.learning.text_parts import Folder
-from lookahead.learning.train_head import Positions
 from lookahead.targets.light_head import row_readers, sizes_of
 
 from . import places_in

@@ -14,10 +14,11 @@ from ..drafters.adaptive.base_files import table_name
 from ..models.head_file import BLOCK, HeadWeights
 from ..records import cache_folder
 from ..targets.light_head import own_head_file, row_readers, sizes_of
+from .head_data import Positions
 from .hidden_states import check_room, collect
 from .self_text import Writer, check_folder, check_output, check_same_model
 from .text_parts import Folder
-from .train_head import Positions, Training, TrainSettings
+from .train_head import Training, TrainSettings
 
 if TYPE_CHECKING:
     from ..llm import LLM
