@@ -13,7 +13,7 @@ from lookahead.core import SettingsError, TokenTree
 from lookahead.drafters import Adaptive, Lookahead, Plain
 from lookahead.models.gguf import GGUFFile
 from lookahead.models.gguf_families import GGUF_NAMES
-from lookahead.targets.cpu import packed_model
+from lookahead.targets.cpu import gguf_blueprint
 from lookahead.targets.cpu.packed_model import PackedModel, read_model
 from lookahead.targets.paths import make_target
 from test_cli import call, refused
@@ -217,13 +217,13 @@ def test_a_file_that_ends_early(files, tmp_path):
 def test_a_file_that_changes_while_it_is_read(files, tmp_path, monkeypatch):
     path = tmp_path / "x.gguf"
     path.write_bytes(files("llama", MIXED).read_bytes())
-    honest = packed_model.pack_panels
+    honest = gguf_blueprint.pack_panels
 
     def late(*args):
         os.utime(path, ns=(0, 0))
         honest(*args)
 
-    monkeypatch.setattr(packed_model, "pack_panels", late)
+    monkeypatch.setattr(gguf_blueprint, "pack_panels", late)
     with pytest.raises(SettingsError, match="must not change while it is read"):
         lookahead.load(path)
 

@@ -1,6 +1,6 @@
 """The parts of a model that a compiled pass needs, from any source.
 
-``module_families.blueprint_of`` makes a ``Blueprint`` from a transformers model, ``packed_model.blueprint_of_file``
+``module_families.blueprint_of`` makes a ``Blueprint`` from a transformers model, ``gguf_blueprint.blueprint_of_file``
 from a GGUF file. ``compiled_model.CompiledModel`` turns it into records for compiled code.
 """
 
