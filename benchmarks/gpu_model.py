@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lookahead.bench.report import markdown_table
-from lookahead.targets.cuda_graphs import BUCKETS, CAPACITY, bucket_of
+from lookahead.targets.cuda_graphs import BUCKETS, bucket_of
+from lookahead.targets.graph_store import CAPACITY
 from lookahead.targets.limits import GRAPH_MEMORY
 
 from .blocks import with_block

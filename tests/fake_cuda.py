@@ -78,7 +78,7 @@ class FakeCuda:
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         monkeypatch.setattr(paths, "on_gpu", lambda model: True)
         # Patch every module that calls is_gpu.
-        for module in ("cuda", "cuda_graphs"):
+        for module in ("cuda", "cuda_graphs", "graph_store"):
             monkeypatch.setattr(f"lookahead.targets.{module}.is_gpu", lambda device: True)
 
     def note(self, what, *others):

@@ -15,7 +15,7 @@ from fake_cuda import TOTAL, FakeCuda
 from families import tiny_model
 from lookahead import attention, load
 from lookahead.core import SettingsError, TokenTree
-from lookahead.targets import cuda, cuda_graphs
+from lookahead.targets import cuda, cuda_graphs, graph_store
 from lookahead.targets.attention_hook import TreeAttention
 from lookahead.targets.cuda_graphs import (
     BATCHES,
@@ -307,7 +307,7 @@ def test_the_least_recently_used_graphs_make_room(model, device):
 @pytest.mark.parametrize(("share", "kept"), [(0.1, 3), (0.04, 1)])
 def test_graph_memory_is_a_setting(model, device, monkeypatch, share, kept):
     """Each capture takes 3 % of the device; the share sets how many fit."""
-    monkeypatch.setattr(cuda_graphs, "memory_shares", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(graph_store, "memory_shares", weakref.WeakKeyDictionary())
     limit_graphs(model, share)
     device.cost = 3 * TOTAL // 100
     target = captured(model, 64)
@@ -322,7 +322,7 @@ def test_graph_memory_is_a_setting(model, device, monkeypatch, share, kept):
 @pytest.mark.parametrize(("share", "kept"), [(0.4, 3), (0.04, 0)])
 def test_the_next_target_has_the_new_graph_memory(model, device, monkeypatch, share, kept):
     """With less memory, all passes are dropped, because their memory returns to the device together."""
-    monkeypatch.setattr(cuda_graphs, "memory_shares", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(graph_store, "memory_shares", weakref.WeakKeyDictionary())
     device.cost = 3 * TOTAL // 100
     shared = TreeAttention(model, attention.get("sdpa"))
     for expected in (0, kept):

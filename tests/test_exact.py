@@ -14,8 +14,8 @@ from lookahead import LLM
 from lookahead.attention import exact as attention
 from lookahead.attention import get, pack_bits
 from lookahead.core import OutOfMemory, SettingsError, TokenTree
-from lookahead.targets.cuda_graphs import GraphStore
 from lookahead.targets.exact_mode import ExactTarget
+from lookahead.targets.graph_store import GraphStore
 from lookahead.targets.paths import make_target
 from lookahead.testing import assert_same_as_autoregressive
 

@@ -187,12 +187,12 @@ def test_methods_of_an_attention_share_its_target(monkeypatch):
 
 def test_each_size_has_its_own_peak_of_memory(monkeypatch):
     """Nothing of the last size is left when the next peak starts."""
-    from lookahead.targets import cuda_graphs
+    from lookahead.targets import graph_store
 
     checks = module("gpu_checks")
-    log, alive, init = [], weakref.WeakSet(), cuda_graphs.GraphStore.__init__
+    log, alive, init = [], weakref.WeakSet(), graph_store.GraphStore.__init__
     monkeypatch.setattr(
-        cuda_graphs.GraphStore, "__init__", lambda self, *given: (init(self, *given), alive.add(self))[0]
+        graph_store.GraphStore, "__init__", lambda self, *given: (init(self, *given), alive.add(self))[0]
     )
     machine = checks.Machine(True)
     machine.start_peak = lambda: log.append(f"start with {len(alive)}")

@@ -392,7 +392,7 @@ def test_pages_do_not_use_the_code_on_which_they_do_not_depend():
     assert not done.returncode, done.stderr
     files = done.stdout.partition("FILES ")[2].split()
     used = {str(Path(file).relative_to(results.ROOT)) for file in files}
-    assert "src/lookahead/targets/cuda_graphs.py" in used, "exact mode uses it on a CPU"
+    assert "src/lookahead/targets/graph_store.py" in used, "exact mode uses it on a CPU"
     imported = {"src/lookahead/server/__init__.py", "src/lookahead/server/settings.py"}
     for pattern in results.USED_BY:
         if pattern.startswith(("src/lookahead/bench/", "src/lookahead/cli/")):

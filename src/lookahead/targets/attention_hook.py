@@ -56,7 +56,7 @@ class TreeAttention:
 
     Attributes:
         lock: held while the attention is installed.
-        idle: the ``cuda_graphs.GraphStore`` that the next target takes over, if any.
+        idle: the ``graph_store.GraphStore`` that the next target takes over, if any.
         captured: in exact mode, whether passes are captured.
         checked_for_host_reads: in exact mode, whether a pass was checked for host reads.
 

@@ -33,8 +33,8 @@ from ..core import Scores, TokenTree
 from ..core.target import CHECKED
 from .attention_hook import TreeAttention, implementation
 from .cuda import noticed_waits, pinned
-from .cuda_graphs import CAPACITY, GraphTarget
 from .facts import ModelFacts
+from .graph_store import CAPACITY, GraphTarget
 from .limits import memory_errors, out_of_memory
 from .logits import LogitsBatch, LogitsRows
 from .transformers import TransformersTarget, run_model

@@ -14,7 +14,7 @@ from ..core import OutOfMemory
 
 #: The position limit of a model without one; longer than any sequence.
 NO_LIMIT = 1 << 30
-#: The share of a device's memory that the captured passes of a model may take (``targets.cuda_graphs``).
+#: The share of a device's memory that the captured passes of a model may take (``targets.graph_store``).
 GRAPH_MEMORY = 0.1
 #: Substrings of out-of-memory errors from allocators and CUDA libraries.
 NO_MEMORY = ("can't allocate memory", "out of memory", "status_alloc_failed")

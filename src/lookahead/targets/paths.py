@@ -160,7 +160,7 @@ def limit_graphs(model: Any, share: float) -> None:
         raise SettingsError(
             f"graph_memory limits captured passes on a GPU, but the model is on {model.device}; leave it out"
         )
-    from .cuda_graphs import memory_shares
+    from .graph_store import memory_shares
 
     memory_shares[model] = share
 
@@ -241,7 +241,7 @@ def _exact(model: PreTrainedModel, facts: ModelFacts, reason: str) -> Target | s
 def _exact_attention(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAttention | None, str]:
     """The attention of exact mode for this model, captured and in a kernel where possible; else (None, reason)."""
     from ..attention import exact, has_triton
-    from .cuda_graphs import uncapturable
+    from .graph_store import uncapturable
 
     if not on_gpu(model):
         return _certified(model, facts, exact.attend, captured=False)
