@@ -1,9 +1,6 @@
 """The cost curve: measured once, saved where the drafter finds it, then only read."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -485,27 +482,6 @@ def test_a_slow_model_is_not_held_up(monkeypatch):
     """When time is up, only two row counts beyond a single row have been measured."""
     measured = measure.measure(FakeTarget(500), patience=0.0)
     assert set(measured.seconds) == {(1, 64, 1), (1, 64, 4), (1, 64, 8)}
-
-
-ENTRIES_BEFORE_THE_FIRST_TEXT = """
-import sys, lookahead
-from lookahead.drafters.adaptive import grow, hashing, learn
-from lookahead.drafters.adaptive.sources import suffix
-from lookahead.targets.costs import curve_of
-llm = lookahead.load(sys.argv[1], drafter="adaptive")
-curve_of(llm.model, llm.target().path, llm.target, print)
-print(*(len(entry.signatures) for entry in (grow.grow, learn.learn, learn.append, suffix.read, hashing.rehash)))
-"""
-
-
-def test_no_text_pays_for_compilation(toy):
-    """Everything that completions of any length need is compiled before the first one."""
-    source = str(Path(lookahead.__file__).parents[1])
-    command = [sys.executable, "-c", ENTRIES_BEFORE_THE_FIRST_TEXT, toy]
-    environment = os.environ | {"PYTHONPATH": source}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "1 1 1 1 1"
 
 
 def test_where_nothing_can_be_kept_the_curve_lives_in_memory(toy, tmp_path, monkeypatch):

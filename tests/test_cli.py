@@ -179,13 +179,30 @@ def test_tokens_of_a_step_share_a_colour(model, llm):
     assert len(set(colours)) > 1
 
 
-def test_demo_streams_texts_and_prints_a_table(model, llm, tmp_path):
-    """A completion per prompt file, then a table without empty cells."""
+def test_demo_streams_texts_and_prints_a_table(model, llm, tmp_path, monkeypatch):
+    """A completion per prompt file, then a table without empty cells; before them, each drafter compiles."""
     for name, text in (("1-one", PROMPT), ("2-two", "hello\nyou")):
         (tmp_path / f"{name}.txt").write_text(text)
     options = ("--max-new-tokens", 12, "--dtype", "float32")
-    code, out, err = call("demo", model, "--prompts", tmp_path, *options)
+    order = []
+
+    def record(name):
+        method = getattr(lookahead.LLM, name)
+
+        def recorded(self, *given, **keywords):
+            order.append((name, keywords.get("drafter")))
+            return method(self, *given, **keywords)
+
+        return recorded
+
+    with monkeypatch.context() as patched:
+        for name in ("generate", "run"):
+            patched.setattr(lookahead.LLM, name, record(name))
+        code, out, err = call("demo", model, "--prompts", tmp_path, *options)
     assert code == 0, err
+    assert order == [
+        (name, drafter) for name in ("generate", "run", "run") for drafter in (None, lookahead.Plain())
+    ]
     texts = [
         llm.generate([{"role": "user", "content": t}], max_new_tokens=12).text for t in (PROMPT, "hello\nyou")
     ]
