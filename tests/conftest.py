@@ -71,7 +71,6 @@ SLOW = [
     "test_attention::test_a_context_of_32k*",
     "test_attention::test_tile_sizes*",
     "test_attention::test_windows_over_long*",
-    "test_attention::test_rows?triton-120?",
     "test_attention::test_rows?triton-256?",
     "test_exact::test_the_option_exact_works_on_every_surface",
     "test_exact::test_rows_have*",
