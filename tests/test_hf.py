@@ -114,10 +114,17 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("family", ["llama", "phi"])  # the compiled path and the transformers path
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_output_equals_that_of_model_generate(name, family, batch):
+#: Options that reach other code on the transformers path, or alone; the rest differ only in transformers' processors.
+APART = ("greedy", "sampled", "eos-list", "processor", "processor-sampled", "several-returned")
+CASES = [
+    *(("llama", 3, name) for name in OPTIONS),  # on the compiled path
+    *(("llama", 1, name) for name in (*APART, "one-eos")),
+    *(("phi", batch, name) for batch in (1, 3) for name in APART),  # on the transformers path
+]
+
+
+@pytest.mark.parametrize(("family", "batch", "name"), CASES)
+def test_the_output_equals_that_of_model_generate(family, batch, name):
     plain, ours = both(prompts(batch), model_of(family), **OPTIONS[name])
     assert ours.tolist() == plain.tolist()
 
