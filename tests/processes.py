@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 
 #: What the fork server imports: nothing that starts a thread or reads a single test's environment.
 PRELOAD = [
@@ -38,6 +39,34 @@ def forks():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
+
+
+def _send_result(pipe, function, arguments):
+    try:
+        pipe.send((function(*arguments), None))
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))
+
+
+def result_of(function, *arguments, within):
+    """What a function of a module returns in a forked process; there, a hang or the end of the process is an error.
+
+    Args:
+        within: seconds.
+    """
+    received, sent = forks().Pipe(duplex=False)
+    process = forks().Process(target=_send_result, args=(sent, function, arguments), daemon=True)
+    process.start()
+    sent.close()
+    try:
+        assert received.poll(within), f"no result in {within} s"
+        result, error = received.recv()
+    finally:
+        process.kill()
+        process.join()
+        received.close()
+    assert error is None, error
+    return result
 
 
 def _command(arguments, stdout, stderr, environment, folder):

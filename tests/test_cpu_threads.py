@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,64 +20,31 @@ from lookahead.targets.cpu.cpu_target import BufferPool, PassLogits, buffers
 from lookahead.targets.paths import make_target
 from lookahead.testing import tiny_model
 from lookahead.threads import one_thread, thread_count
+from processes import result_of
 from test_cpu_target import branched, prompt, tiny
 
-PROGRAM = """
-import sys, threading, time, torch
-import lookahead
-from lookahead.testing import tiny_model
-seconds, sizes = float(sys.argv[1]), [int(size) for size in sys.argv[2:]]
-models = [tiny_model("llama", seed=seed, initializer_range=0.05) for seed in range(2)]
-llms = [lookahead.LLM(model) for model in models]
-ways = [(llm, method, temperature) for llm in llms for method, temperature in
-        (("autoregressive", 0.0), ("lookahead", 0.0), ("lookahead", 1.0), ("prompt-lookup", 0.0))]
-def text(way):
-    llm, method, temperature = way
-    return llm.generate([3, 1, 4, 1, 5], max_new_tokens=16, drafter=method, temperature=temperature, seed=7).tokens
-want = [text(way) for way in ways]
-def work(rank):
-    while calls[rank] < 2 or time.time() < end:
-        number = (rank + calls[rank]) % len(ways)
-        if text(ways[number]) != want[number]:
-            wrong.append(ways[number])
-        calls[rank] += 1
-    counts.add(torch.get_num_threads())
-for count, size in [(count, size) for count in (1, 2) for size in sizes]:
-    torch.set_num_threads(count)
-    end, wrong, calls, counts = time.time() + seconds, [], [0] * size, set()
-    workers = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for worker in workers: worker.start()
-    for worker in workers: worker.join()
-    assert not wrong, wrong
-    assert counts == {count} and torch.get_num_threads() == count, (counts, count)
-    print(*calls)
-"""
 
+def two_processes() -> None:
+    """Two processes use one compiled model: the one that compiled it, and a fork of that one."""
+    llm = lookahead.LLM(tiny_model("llama", initializer_range=0.05))
+    assert llm.path == "cpu"
 
-FORKED = """
-import os
-import lookahead
-from lookahead.testing import tiny_model
-llm = lookahead.LLM(tiny_model("llama", initializer_range=0.05))
-assert llm.path == "cpu"
-def text(prompt):
-    return llm.generate(prompt, max_new_tokens=64, ignore_eos=True, drafter="plain").tokens
-prompts = [3, 1, 4, 1, 5], [9, 2, 6]
-want = [text(prompt) for prompt in prompts]
-child = os.fork()
-mine = 0 if child else 1
-wrong = sum(text(prompts[mine]) != want[mine] for _ in range(40))
-if not child:
-    os._exit(wrong)
-assert (wrong, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) == (0, 0)
-"""
+    def text(prompt: list[int]) -> list[int]:
+        return llm.generate(prompt, max_new_tokens=64, ignore_eos=True, drafter="plain").tokens
+
+    prompts = [3, 1, 4, 1, 5], [9, 2, 6]
+    want = [text(prompt) for prompt in prompts]
+    child = os.fork()
+    mine = 0 if child else 1
+    wrong = sum(text(prompts[mine]) != want[mine] for _ in range(40))
+    if not child:
+        os._exit(wrong)
+    assert (wrong, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) == (0, 0)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_forked_process_has_its_own_rows() -> None:
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert finished.returncode == 0, finished.stderr
+    result_of(two_processes, within=200.0)
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "bloom"])
@@ -94,17 +60,51 @@ def test_threads_take_turns_on_a_model_of_transformers(family: str) -> None:
             assert [result.tokens for result in found] == want
 
 
-def stress(seconds: float, sizes: list[int]) -> list[list[int]]:
-    """Calls per thread for each number of threads, with passes on one core, then two.
+def share_models(seconds: float, sizes: list[int]) -> list[list[int]]:
+    """Calls per thread for each number of threads, with passes on one core, then two."""
+    llms = [lookahead.LLM(tiny_model("llama", seed=seed, initializer_range=0.05)) for seed in range(2)]
+    methods = ("autoregressive", 0.0), ("lookahead", 0.0), ("lookahead", 1.0), ("prompt-lookup", 0.0)
+    ways = [(llm, method, temperature) for llm in llms for method, temperature in methods]
 
-    They run in a separate process, where a hang is an error too.
-    """
-    source = str(Path(lookahead.__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": source}
-    command = [sys.executable, "-c", PROGRAM, str(seconds), *map(str, sizes)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    return [[int(number) for number in line.split()] for line in done.stdout.splitlines()]
+    def text(number: int) -> list[int]:
+        llm, method, temperature = ways[number]
+        options = {"max_new_tokens": 16, "drafter": method, "temperature": temperature, "seed": 7}
+        return llm.generate([3, 1, 4, 1, 5], **options).tokens
+
+    want = [text(number) for number in range(len(ways))]
+
+    def calls_of(size: int) -> list[int]:
+        end, wrong, calls, counts = time.time() + seconds, [], [0] * size, set()
+
+        def work(rank: int) -> None:
+            while calls[rank] < 2 or time.time() < end:
+                number = (rank + calls[rank]) % len(ways)
+                if text(number) != want[number]:
+                    wrong.append(ways[number])
+                calls[rank] += 1
+            counts.add(torch.get_num_threads())
+
+        workers = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert not wrong, wrong
+        assert counts == {torch.get_num_threads()}, counts
+        return calls
+
+    found = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        for size in sizes:
+            found.append(calls_of(size))
+            assert torch.get_num_threads() == count
+    return found
+
+
+def stress(seconds: float, sizes: list[int]) -> list[list[int]]:
+    """``share_models`` in a process of its own, where a hang is an error too."""
+    return result_of(share_models, seconds, sizes, within=250.0)
 
 
 def test_threads_that_share_models_get_their_texts() -> None:
