@@ -158,6 +158,22 @@ def own_cache_folder(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session")
+def toy_plain(tmp_path_factory):
+    """A folder with a tiny model and its tokenizer. Tests that change the files make their own (``toy.save``)."""
+    from toy import save
+
+    return save(tmp_path_factory.mktemp("plain") / "toy")
+
+
+@pytest.fixture(scope="session")
+def toy_chat(tmp_path_factory):
+    """The same, with a chat template."""
+    from toy import save
+
+    return save(tmp_path_factory.mktemp("chat") / "toy", chat=True)
+
+
 @pytest.fixture
 def accept_a_wrong_node(monkeypatch):
     """Break verification on purpose: from the third step on, accept a drafted token unverified.

@@ -33,8 +33,8 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(save(tmp_path_factory.mktemp("toy"), chat=True))
+def model(toy_chat):
+    return str(toy_chat)
 
 
 @pytest.fixture(scope="module")
@@ -636,9 +636,8 @@ def test_chat_keeps_the_conversation(model, llm):
     assert "unknown command '/nonsense'" in err
 
 
-def test_chat_without_a_template_continues_the_text(llm, tmp_path):
-    folder = save(tmp_path)
-    code, out, err = call("chat", folder, "--max-new-tokens", 6, stdin="  x\ny\n")
+def test_chat_without_a_template_continues_the_text(llm, toy_plain):
+    code, out, err = call("chat", toy_plain, "--max-new-tokens", 6, stdin="  x\ny\n")
     one = llm.generate("  x", max_new_tokens=6).text
     two = llm.generate(f"  x{one}\ny", max_new_tokens=6).text
     assert (code, out) == (0, f"{one}\n{two}\n")

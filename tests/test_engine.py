@@ -32,7 +32,7 @@ from lookahead.engine.processors import make_process
 from lookahead.engine.text import TextDecoder
 from lookahead.options import BatchKeywords, BatchOptions, Keywords, LoadOptions, Options
 from test_gguf import KIND, write
-from toy import VOCABULARY, save, tokenizer
+from toy import VOCABULARY, tokenizer
 
 DRAFTED = [method for method in METHODS if method != "plain"]
 SAMPLED = {"temperature": 1.1, "seed": 11, "ignore_eos": True}
@@ -47,8 +47,8 @@ PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("toy"), chat=True)
+def folder(toy_chat):
+    return toy_chat
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from lookahead.checkpoints import Checkpoint
 from lookahead.core import OutOfMemory, SettingsError
 from lookahead.options import LoadOptions
 from lookahead.targets import paths
-from toy import save
 
 ROOT = Path(__file__).parents[1]
 OLD_DRIVER = (
@@ -136,18 +135,17 @@ def test_float16_that_overflows_is_refused_and_a_single_bad_token_is_not():
         loading._check_causal(model, "it")
 
 
-def test_load_and_custom_generate_say_once_that_a_model_runs_slower_than_it_can(tmp_path, monkeypatch):
+def test_load_and_custom_generate_say_once_that_a_model_runs_slower_than_it_can(toy_plain, monkeypatch):
     monkeypatch.setattr(paths, "_warned", set())
-    folder = save(tmp_path / "toy")
     why = "compiled passes support float32 and bfloat16, the model is torch.float16"
     with pytest.warns(UserWarning, match=f"toy runs on the slower transformers path: {why}$") as said:
-        llm = lookahead.load(folder, dtype="float16", device="cpu")
+        llm = lookahead.load(toy_plain, dtype="float16", device="cpu")
     assert len(said) == 1
     prompt = torch.tensor([[5, 6, 7]])
     llm.model.generate(
         prompt, max_new_tokens=2, custom_generate=lookahead.generate
     )  # a warning is an error here
-    lookahead.load(folder, dtype="bfloat16", device="cpu")
+    lookahead.load(toy_plain, dtype="bfloat16", device="cpu")
 
 
 #: Names in torch that are newer than 2.5, with the version that added them.

@@ -28,8 +28,8 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def chats(tmp_path_factory):
-    return str(save(tmp_path_factory.mktemp("toy"), chat=True))
+def chats(toy_chat):
+    return str(toy_chat)
 
 
 def test_what_was_learned_is_found_and_changes_no_text():

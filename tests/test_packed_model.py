@@ -276,15 +276,14 @@ def test_a_gguf_file_that_is_not_quantized_can_be(files):
     assert lookahead.load(files("llama", ("F32",)), weights="q8_0").dtype == "Q8_0"
 
 
-def test_quantizing_on_a_machine_with_a_gpu_names_the_device_to_give(tmp_path, monkeypatch):
+def test_quantizing_on_a_machine_with_a_gpu_names_the_device_to_give(toy_plain, monkeypatch):
     monkeypatch.setattr("lookahead.loading._device", lambda device: "cuda" if device is None else "cpu")
-    folder = save(tmp_path)
     with pytest.raises(SettingsError, match="this machine's default is cuda; give device='cpu'"):
-        lookahead.load(folder, weights="q8_0")
+        lookahead.load(toy_plain, weights="q8_0")
 
 
-def test_weights_that_cannot_be_had(files, tmp_path):
-    folder, path = save(tmp_path), files("llama", MIXED)
+def test_weights_that_cannot_be_had(files, toy_plain):
+    folder, path = toy_plain, files("llama", MIXED)
     for match, model, options in (
         ("is for models that are not quantized, but .* is; leave weights out", path, {"weights": "q8_0"}),
         ("cannot quantize to it: load a file of this type", folder, {"weights": "q4_k"}),

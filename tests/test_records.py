@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from lookahead.cli import app
 from lookahead.core import SettingsError
 from lookahead.records import RecordWriter, drop_torn_line, read_records, replacing
-from toy import save
 
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
 
@@ -84,8 +83,8 @@ def test_files_that_cannot_be_written(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(save(tmp_path_factory.mktemp("toy")))
+def model(toy_plain):
+    return str(toy_plain)
 
 
 def write(path, rows):

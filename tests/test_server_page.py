@@ -103,8 +103,8 @@ def test_the_first_view_suits_the_model(browser, served):
     page.close()
 
 
-def test_a_model_without_a_chat_template_gets_a_text(browser, tmp_path):
-    with serving(lookahead.load(save(tmp_path), dtype="float32")) as served:
+def test_a_model_without_a_chat_template_gets_a_text(browser, toy_plain):
+    with serving(lookahead.load(toy_plain, dtype="float32")) as served:
         page = browser.new_page()
         page.goto(served.url)
         page.wait_for_function("document.getElementById('model').textContent.startsWith('Model: ')")
@@ -113,8 +113,8 @@ def test_a_model_without_a_chat_template_gets_a_text(browser, tmp_path):
         page.close()
 
 
-def test_the_page_asks_for_the_key(browser, tmp_path):
-    with serving(lookahead.load(save(tmp_path), dtype="float32"), api_key="s3cret") as served:
+def test_the_page_asks_for_the_key(browser, toy_plain):
+    with serving(lookahead.load(toy_plain, dtype="float32"), api_key="s3cret") as served:
         page = browser.new_page()
         page.goto(served.url)
         page.wait_for_function("document.getElementById('model').textContent.includes('API key')")

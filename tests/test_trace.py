@@ -11,7 +11,6 @@ from lookahead.cli.show import page_of
 from lookahead.core import LookaheadError, SettingsError, TokenTree
 from lookahead.trace import TraceWriter, read_trace
 from test_cli import call, refused
-from toy import save
 
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
 ADAPTIVE = "adaptive:rows=12"
@@ -19,8 +18,8 @@ DRAFTERS = ["5,4,5", "3,3,2", "2,2,2", "4,5,0", "jacobi", "prompt-lookup", "plai
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(save(tmp_path_factory.mktemp("toy")))
+def model(toy_plain):
+    return str(toy_plain)
 
 
 @pytest.fixture(scope="module")

@@ -14,17 +14,16 @@ import lookahead
 from lookahead import NGramPool
 from lookahead.cli.show import PAGE, page_of
 from lookahead.trace import TraceWriter, read_trace
-from toy import save
 
 TRACES = Path(__file__).parent.parent / "docs" / "traces"
 PROMPT = "def add(a, b):\n    return a + b\n</script>def add(a"
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory):
+def trace(toy_plain, tmp_path_factory):
     """A trace file of a completion with accepted drafts."""
     folder = tmp_path_factory.mktemp("trace")
-    llm = lookahead.load(save(folder / "toy"), dtype="float32")
+    llm = lookahead.load(toy_plain, dtype="float32")
     with TraceWriter(folder / "t.jsonl", llm) as writer:
         for update in llm.run([PROMPT], max_new_tokens=60, ignore_eos=True, drafter="5,4,5"):
             writer.write(update)

@@ -25,7 +25,6 @@ from lookahead.targets.paths import make_target
 from lookahead.testing import tiny_model
 from serving import serving
 from test_cli import call, refused
-from toy import save
 
 TOKENS = 6000
 OPTIONS = ("train-head", "--tokens", TOKENS, "--width", 64, "--epochs", 2)
@@ -37,8 +36,8 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def chats(tmp_path_factory):
-    return str(save(tmp_path_factory.mktemp("toy"), chat=True))
+def chats(toy_chat):
+    return str(toy_chat)
 
 
 def command(model, *more):
@@ -190,9 +189,8 @@ def test_a_model_without_hidden_states_is_refused(chats, monkeypatch):
     refused("needs hidden states, which the path 'cpu' does not provide", *OPTIONS, chats)
 
 
-def test_a_model_without_chat_template(tmp_path):
-    model = save(tmp_path / "base")
-    code, out, err = command(str(model))
+def test_a_model_without_chat_template(toy_plain):
+    code, out, err = command(str(toy_plain))
     assert code == 0, err
     assert "no chat template, so it continues short texts" in err
     assert "level 2: the next held-out token is among the top 1, 2, 4, 8 guesses in" in out

@@ -1,5 +1,7 @@
 """A checkpoint small enough to create in a test: a random Llama and a byte-level tokenizer, on disk."""
 
+import functools
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -14,8 +16,9 @@ CHAT = (
 )
 
 
-def tokenizer(chat=False):
-    """Byte-level BPE over every byte, with a few merges."""
+@functools.cache
+def _trained():
+    """Byte-level BPE over every byte, with a few merges, as JSON."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -26,6 +29,12 @@ def tokenizer(chat=False):
         show_progress=False,
     )
     raw.train_from_iterator(TEXT, trainer)
+    return raw.to_str()
+
+
+def tokenizer(chat=False):
+    """A tokenizer of its own, of one training."""
+    raw = Tokenizer.from_str(_trained())
     made = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     if chat:
         made.chat_template = CHAT
