@@ -3,7 +3,6 @@
 import json
 from functools import partial
 from math import inf
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,15 +23,33 @@ from lookahead.targets import costs
 from lookahead.targets.costs import config_key, cost_path, curve_of, model_key, runs_on
 from lookahead.targets.cuda_graphs import division
 from lookahead.testing import FakeTarget
-from toy import save
 
 CURVE = CostCurve({64: {1: 1.0, 4: 1.2, 8: 1.6}, 512: {1: 1.0, 4: 1.4}}, {4: 1.3, 16: 3.0}, 0.04, 0.003)
 
 
 @pytest.fixture
-def toy(tmp_path, monkeypatch):
+def cache(tmp_path, monkeypatch):
+    """A cache folder that does not exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return str(save(tmp_path / "toy"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def toy(cache, toy_plain):
+    return str(toy_plain)
+
+
+@pytest.fixture(scope="module")
+def loaded(toy_plain):
+    return lookahead.load(toy_plain, drafter="adaptive")
+
+
+@pytest.fixture
+def llm(loaded, cache):
+    """A model whose cost curve is unknown."""
+    costs.forget_curves(loaded.model)
+    yield loaded
+    costs.forget_curves(loaded.model)
 
 
 def call(*arguments):
@@ -78,7 +95,7 @@ def test_points_that_are_no_costs_are_refused(rows):
         CostCurve(rows)
 
 
-def test_a_curve_is_kept_by_machine_and_model(toy, monkeypatch):
+def test_a_curve_is_kept_by_machine_and_model(cache, monkeypatch):
     save_curve("a", CURVE)
     assert load_curve("a") == CURVE
     assert load_curve("b") is None
@@ -86,7 +103,7 @@ def test_a_curve_is_kept_by_machine_and_model(toy, monkeypatch):
     assert load_curve("a") is None
 
 
-def test_a_curve_of_another_processor_under_the_same_name_is_not_read(toy):
+def test_a_curve_of_another_processor_under_the_same_name_is_not_read(cache):
     path = save_curve("a", CURVE)
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"machine": "another processor"}))
@@ -94,8 +111,7 @@ def test_a_curve_of_another_processor_under_the_same_name_is_not_read(toy):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1', '{"rows": {"64": {"1": -1}}}'])
-def test_a_damaged_curve_is_measured_again_with_a_notice(toy, text):
-    llm = lookahead.load(toy, drafter="adaptive")
+def test_a_damaged_curve_is_measured_again_with_a_notice(llm, text):
     path = curve_file(model_key(llm.model, llm.target().path))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -106,7 +122,7 @@ def test_a_damaged_curve_is_measured_again_with_a_notice(toy, text):
     assert curve.cost(1) == 1.0
 
 
-def test_tuned_costs_are_found_again_and_do_not_change(toy, monkeypatch):
+def test_tuned_costs_are_found_again_and_do_not_change(toy, llm, monkeypatch):
     monkeypatch.setattr(measure, "STEADY", float("inf"))  # this machine may be busy
     result = call(
         toy, "--json", "--rows", "1,4,8", "--contexts", "8,100000", "--batches", "4", "--repeats", "1"
@@ -115,18 +131,16 @@ def test_tuned_costs_are_found_again_and_do_not_change(toy, monkeypatch):
     report = json.loads(result.stdout.strip().splitlines()[-1])
     points = {(p["batch"], p["context"], p["rows"]) for p in report["points"]}
     assert points == {(1, 8, 1), (1, 8, 4), (1, 8, 8), (4, 8, 1)}
-    llm = lookahead.load(toy, drafter="adaptive")
     kept = load_curve(model_key(llm.model, llm.target().path))
     assert kept is not None
     assert (set(kept.rows), set(kept.sequences)) == ({8}, {4})
-    plain = lookahead.load(toy, drafter="off").generate([5, 6, 7] * 4, max_new_tokens=30)
+    plain = llm.generate([5, 6, 7] * 4, max_new_tokens=30, drafter="off")
     assert llm.generate([5, 6, 7] * 4, max_new_tokens=30).tokens == plain.tokens
     assert curve_for(llm) == kept
 
 
-def test_tuned_costs_replace_those_in_use(toy, monkeypatch):
+def test_tuned_costs_replace_those_in_use(llm, monkeypatch):
     monkeypatch.setattr(measure, "STEADY", float("inf"))  # this machine may be busy
-    llm = lookahead.load(toy, drafter="adaptive")
     before = curve_for(llm)
     llm.tune((1, 4), (8,), (), 1, lambda *point: None)
     assert set(before.rows) == {64}
@@ -144,7 +158,7 @@ class WithTriton(FakeTarget):
 
 
 @pytest.mark.parametrize("other", [Ranks, WithTriton])
-def test_targets_whose_steps_differ_in_cost_have_separate_curves(toy, monkeypatch, other):
+def test_targets_whose_steps_differ_in_cost_have_separate_curves(llm, monkeypatch, other):
     """Also if they evaluate the same model on the same path."""
     measured = []
 
@@ -155,7 +169,6 @@ def test_targets_whose_steps_differ_in_cost_have_separate_curves(toy, monkeypatc
         return result
 
     monkeypatch.setattr(measure, "measure", measure_steps)
-    llm = lookahead.load(toy, drafter="adaptive")
     request = llm.prepare([5, 6, 7], Options(max_new_tokens=2))
     targets = FakeTarget(), other()
     for load_again in (False, True):
@@ -217,34 +230,32 @@ def test_a_machine_has_all_of_its_gpus(monkeypatch):
     assert machine().endswith("threads, small, large")
 
 
-def test_without_tuning_the_engine_measures_once(toy, monkeypatch):
+def test_without_tuning_the_engine_measures_once(llm, monkeypatch):
     calls = []
     original = measure.measure
     monkeypatch.setattr(measure, "measure", lambda target, device: calls.append(1) or original(target))
     monkeypatch.setattr(measure, "STEADY", float("inf"))  # this machine may be busy
-    llm = lookahead.load(toy, drafter="adaptive")
     for _ in range(2):
         llm.generate([5, 6, 7], max_new_tokens=5)
     llm.generate([5, 6, 7], max_new_tokens=5, drafter=lookahead.Adaptive(state=AdaptiveState()))
     assert len(calls) == 1
     assert load_curve(model_key(llm.model, llm.target().path)) is not None
-    lookahead.load(toy, drafter="adaptive").generate([5, 6, 7], max_new_tokens=5)  # as another process would
+    costs.forget_curves(llm.model)  # as in another process
+    llm.generate([5, 6, 7], max_new_tokens=5)
     assert len(calls) == 1
 
 
-def test_a_curve_that_other_work_disturbed_is_neither_used_nor_kept(toy, monkeypatch):
+def test_a_curve_that_other_work_disturbed_is_neither_used_nor_kept(llm, monkeypatch):
     monkeypatch.setattr(measure, "STEADY", 1.0)
-    llm = lookahead.load(toy, drafter="adaptive")
     assert curve_for(llm) == CostCurve.typical()
     assert load_curve(model_key(llm.model, llm.target().path)) is None
 
 
 @pytest.mark.parametrize(("compiled", "expected"), [(True, (1.6, 2.4)), (False, (4.75, 9.75))])
 def test_a_disturbed_measurement_counts_where_rows_cost_more_than_usual(
-    compiled, expected, monkeypatch, tmp_path
+    compiled, expected, monkeypatch, cache
 ):
     """On llama.cpp's engine each row may cost a whole step: the compiled path's typical curve would draft there."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target = ClockedTarget(CostCurve({0: {1: 1.0, 2: 2.0}}))
     monkeypatch.setattr(target, "runs_compiled", compiled)
     monkeypatch.setattr(measure, "perf_counter", lambda: target.now)
@@ -267,14 +278,14 @@ def test_rows_are_assumed_nearly_free_on_a_gpu():
     assert CostCurve.typical().cost(64) > 4
 
 
-@pytest.mark.parametrize(("device", "cost"), [("cuda", 1.2), ("gpu", 1.2), ("cpu", 2.26)])
-def test_a_model_that_cannot_be_measured_has_the_guess_for_its_device(toy, device, cost):
+@pytest.mark.parametrize(("device", "cost"), [("gpu", 1.2), ("cpu", 2.26)])
+def test_a_model_that_cannot_be_measured_has_the_guess_for_its_device(cache, device, cost):
     target = FakeTarget(500, max_positions=64)  # too short for a measurement
     curve = costs._load_or_measure(target, "a", pytest.fail, device)
     assert curve.cost(64) == pytest.approx(cost)
 
 
-def test_sizes_without_memory_are_left_out(toy):
+def test_sizes_without_memory_are_left_out(cache):
     class Small(FakeTarget):
         def prefill(self, prompts):
             if len(prompts) > 16:
@@ -415,8 +426,7 @@ def test_a_full_row_budget_fits_in_one_captured_pass(sequences):
 
 
 @pytest.mark.parametrize(("captures", "budget"), [(True, 5 * 32), (False, 5 * 51)])
-def test_the_row_budget_depends_on_whether_passes_are_captured(toy, monkeypatch, captures, budget):
-    llm = lookahead.load(toy, drafter="adaptive")
+def test_the_row_budget_depends_on_whether_passes_are_captured(llm, monkeypatch, captures, budget):
     monkeypatch.setattr(costs, "curve_of", lambda *given: CostCurve({0: {1: 1.0, 64: 1.0}}))
     admission = Admission(llm.model, llm.probe, llm.target)
     target = FakeTarget()
@@ -436,8 +446,8 @@ def test_the_row_budget_depends_on_whether_passes_are_captured(toy, monkeypatch,
         (True, CostCurve({0: {1: 1.0, 8: 3.0}}), "15,5,15", 64),  # a GPU on which rows are expensive
     ],
 )
-def test_a_server_takes_its_row_budget_from_the_curve(toy, monkeypatch, on_gpu, curve, drafter, budget):
-    llm = lookahead.load(toy, drafter=drafter)
+def test_a_server_takes_its_row_budget_from_the_curve(llm, monkeypatch, on_gpu, curve, drafter, budget):
+    llm = lookahead.LLM(llm.model, drafter=drafter)
     monkeypatch.setattr(Admission, "_on_gpu", on_gpu)
     monkeypatch.setattr(costs, "curve_of", lambda *given: curve)
     engine = llm.engine(row_budget=None)
@@ -484,9 +494,8 @@ def test_a_slow_model_is_not_held_up(monkeypatch):
     assert set(measured.seconds) == {(1, 64, 1), (1, 64, 4), (1, 64, 8)}
 
 
-def test_where_nothing_can_be_kept_the_curve_lives_in_memory(toy, tmp_path, monkeypatch):
-    (tmp_path / "cache").write_text("a file where the folder should be")
-    llm = lookahead.load(toy, drafter="adaptive")
+def test_where_nothing_can_be_kept_the_curve_lives_in_memory(llm, cache):
+    cache.write_text("a file where the folder should be")
     assert llm.generate([5, 6, 7], max_new_tokens=5).tokens
     assert load_curve(model_key(llm.model, llm.target().path)) is None
 
@@ -507,17 +516,16 @@ def test_wrong_options_are_one_line(toy, arguments, message):
     assert message in result.output
 
 
-def test_tuning_while_other_work_runs_is_not_kept(toy, monkeypatch):
+def test_tuning_while_other_work_runs_is_not_kept(toy, llm, monkeypatch):
     monkeypatch.setattr(measure, "STEADY", 1.0)
     result = call(toy, "--rows", "1,4", "--contexts", "8", "--batches", "4", "--repeats", "4")
     assert result.exit_code == 1
     assert "not saved" in result.output
-    llm = lookahead.load(toy, drafter="adaptive")
     assert load_curve(model_key(llm.model, llm.target().path)) is None
 
 
 @pytest.mark.parametrize(("rows", "saved"), [((1, 64), False), ((1, 4), True)])
-def test_a_curve_needs_steps_of_several_rows(toy, monkeypatch, rows, saved):
+def test_a_curve_needs_steps_of_several_rows(cache, monkeypatch, rows, saved):
     """Without one, more rows would seem to be free."""
     monkeypatch.setattr(measure, "STEADY", inf)
     model = type("Model", (), {"dtype": "float32", "device": "cpu", "config": None})()
@@ -530,10 +538,10 @@ def test_a_curve_needs_steps_of_several_rows(toy, monkeypatch, rows, saved):
         SettingsError, match=r"number above 1 whose steps fit in memory .* got 1, 64; give other"
     ):
         tune()
-    assert not (Path(toy).parent / "cache" / "costs").exists()
+    assert not cache.exists()
 
 
-def test_a_full_disk_leaves_no_temporary_file(toy, monkeypatch):
+def test_a_full_disk_leaves_no_temporary_file(cache, monkeypatch):
     def full(*given):
         raise OSError(28, "No space left on device")
 
@@ -543,9 +551,9 @@ def test_a_full_disk_leaves_no_temporary_file(toy, monkeypatch):
     assert list(curve_file("a").parent.iterdir()) == []
 
 
-def test_a_curve_that_cannot_be_kept_is_one_line(toy, tmp_path, monkeypatch):
+def test_a_curve_that_cannot_be_kept_is_one_line(toy, cache, monkeypatch):
     monkeypatch.setattr(measure, "STEADY", float("inf"))
-    (tmp_path / "cache").write_text("a file where the folder should be")
+    cache.write_text("a file where the folder should be")
     result = call(toy, "--rows", "1,4", "--contexts", "8", "--batches", "4", "--repeats", "1")
     assert result.exit_code == 2
     assert "not writable" in result.output
