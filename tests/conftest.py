@@ -174,6 +174,25 @@ def toy_chat(tmp_path_factory):
     return save(tmp_path_factory.mktemp("chat") / "toy", chat=True)
 
 
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory):
+    """Paths of GGUF files with random weights, by architecture and block types; each is written once.
+
+    Tests that change a file copy it.
+    """
+    from gguf_files import write_gguf
+
+    folder, written = tmp_path_factory.mktemp("gguf"), {}
+
+    def file(architecture, types="Q8_0"):
+        if (architecture, types) not in written:
+            written[architecture, types] = path = folder / f"{len(written)}.gguf"
+            write_gguf(path, architecture, types)
+        return written[architecture, types]
+
+    return file
+
+
 @pytest.fixture
 def accept_a_wrong_node(monkeypatch):
     """Break verification on purpose: from the third step on, accept a drafted token unverified.

@@ -25,6 +25,8 @@ K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 #: The same, for types that the compiled path decodes to bf16.
 WITHOUT_KERNEL = ("Q2_K", "Q3_K", "IQ4_NL")
 BLOCK_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_QUANTS, "F16", "BF16", "F32")
+#: Many types in one file.
+MIXED = ("Q4_K", "Q6_K", "Q8_0", "Q5_K", "Q4_0", "BF16", "Q5_1", "Q4_1", "Q5_0", "F16", "F32")
 #: Inner sizes are multiples of 256, the block size of the K types. The head size is not hidden / heads.
 SMALL = {
     "vocab_size": VOCABULARY,

@@ -1,9 +1,8 @@
 """GGUF files with false headers: each gets a one-line error, before its counts allocate memory."""
 
+import functools
 import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import gguf
@@ -40,11 +39,15 @@ def loader(whole):
     process.close()
 
 
+#: The file is written once, and read for every change.
+numbers_of = functools.cache(numbers)
+
+
 def changed(path, values, target):
     """A copy of a file with changed header numbers; a list gives several numbers of one name."""
     data = bytearray(path.read_bytes())
     for name, value in values.items():
-        places = [number for number in numbers(path) if number.name == name]
+        places = [number for number in numbers_of(path) if number.name == name]
         for place, each in zip(places, value if isinstance(value, list) else [value], strict=True):
             data[place.at : place.at + place.kind.itemsize] = each.to_bytes(place.kind.itemsize, "little")
     target.write_bytes(data)
@@ -81,12 +84,18 @@ WRONG = [
 ]
 
 
+#: With float32, transformers reads the file after the same checks.
+CASES = [
+    *((*case, None) for case in WRONG),
+    *((*case, "float32") for case in WRONG[::20]),
+]
+
+
 def described(value):
     return ", ".join(f"{name} {number}" for name, number in value.items()) if isinstance(value, dict) else ""
 
 
-@pytest.mark.parametrize("dtype", [None, "float32"])
-@pytest.mark.parametrize(("values", "match"), WRONG, ids=described)
+@pytest.mark.parametrize(("values", "match", "dtype"), CASES, ids=described)
 def test_a_wrong_number_is_refused(values, match, dtype, whole, loader, tmp_path):
     outcome = loader.load(changed(whole, values, tmp_path / "x.gguf"), dtype)
     assert outcome.kind == "refused", outcome
@@ -121,15 +130,6 @@ def test_the_command_says_it_in_one_line(values, match, whole, tmp_path):
     line = refused(match, "generate", path, "--prompt", "x")
     assert str(path) in line
     assert re.search("; (copy or download it|download or convert the file) again$", line)
-
-
-def test_a_process_ends_with_status_2_and_one_line(whole, tmp_path):
-    path = changed(whole, {"llama.block_count": 2**31}, tmp_path / "x.gguf")
-    command = [sys.executable, "-m", "lookahead", "generate", str(path), "--prompt", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: the header of ")
 
 
 def test_what_is_no_gguf_file(tmp_path):

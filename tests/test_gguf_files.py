@@ -11,6 +11,7 @@ from gguf_files import (
     ARCHITECTURES,
     BLOCK_TYPES,
     KNOWN_TO_TRANSFORMERS,
+    MIXED,
     WITHOUT_KERNEL,
     decoded,
     reference_model,
@@ -20,7 +21,6 @@ from lookahead.models.gguf import GGUFFile
 from lookahead.models.gguf_families import GGUF_NAMES
 from lookahead.models.gguf_settings import RotaryTable, read_settings
 
-MIXED = ("Q4_K", "Q6_K", "Q8_0", "Q5_K", "Q4_0", "BF16", "Q5_1", "Q4_1", "Q5_0", "F16", "F32")
 PROMPT = [5, 17, 40, 41, 99, 40, 41, 7, 8, 5, 17, 40]
 
 
@@ -30,10 +30,12 @@ def logits(model, tokens):
 
 
 @pytest.mark.parametrize("architecture", KNOWN_TO_TRANSFORMERS)
-def test_transformers_reads_the_same_model(architecture, tmp_path):
-    write_gguf(tmp_path / "tiny.gguf", architecture, MIXED)
-    reference = reference_model(tmp_path / "tiny.gguf")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32).eval()
+def test_transformers_reads_the_same_model(architecture, tiny_gguf):
+    path = tiny_gguf(architecture, MIXED)
+    reference = reference_model(path)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
     state = theirs.state_dict()
     for name, weight in reference.state_dict().items():
         assert torch.equal(state[name], weight), name
@@ -41,10 +43,8 @@ def test_transformers_reads_the_same_model(architecture, tmp_path):
     assert torch.allclose(logits(theirs, PROMPT), expected, atol=1e-4 * float(expected.std()))
 
 
-@pytest.mark.parametrize("architecture", KNOWN_TO_TRANSFORMERS)
-def test_drafted_texts_equal_plain_decoding(architecture, tmp_path):
-    write_gguf(tmp_path / "tiny.gguf", architecture, MIXED)
-    llm = lookahead.load(tmp_path / "tiny.gguf", dtype="float32")
+def test_drafted_texts_equal_plain_decoding(tiny_gguf):
+    llm = lookahead.load(tiny_gguf("llama", MIXED), dtype="float32")
     drafted, plain = (
         llm.generate(PROMPT, max_new_tokens=24, drafter=method, ignore_eos=True)
         for method in ("lookahead", "autoregressive")
@@ -66,11 +66,11 @@ def test_blocks_decode_to_sane_weights(kind, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_settings_are_those_of_the_model(architecture, tmp_path):
+def test_settings_are_those_of_the_model(architecture, tiny_gguf):
     """Settings read from a file equal those of transformers' classes."""
-    write_gguf(tmp_path / "tiny.gguf", architecture)
-    file = GGUFFile(tmp_path / "tiny.gguf")
-    settings, model = read_settings(file), reference_model(tmp_path / "tiny.gguf")
+    path = tiny_gguf(architecture)
+    file = GGUFFile(path)
+    settings, model = read_settings(file), reference_model(path)
     config, names = model.config, settings.names
     assert (settings.hidden, settings.layer_count) == (config.hidden_size, config.num_hidden_layers)
     assert settings.vocabulary == config.vocab_size
@@ -104,11 +104,10 @@ def test_settings_are_those_of_the_model(architecture, tmp_path):
     assert GGUF_NAMES[file.metadata["general.architecture"]] is names
 
 
-def test_frequencies_of_llama_3(tmp_path):
+def test_frequencies_of_llama_3(tiny_gguf, tmp_path):
     factors = [1.0] * 32 + [8.0] * 32
-    write_gguf(tmp_path / "plain.gguf", "llama")
     write_gguf(tmp_path / "scaled.gguf", "llama", frequency_factors=factors)
-    plain, scaled = (reference_model(tmp_path / f"{name}.gguf") for name in ("plain", "scaled"))
+    plain, scaled = (reference_model(path) for path in (tiny_gguf("llama"), tmp_path / "scaled.gguf"))
     assert not torch.allclose(logits(plain, PROMPT), logits(scaled, PROMPT), atol=1e-2)
     assert decoded(tmp_path / "scaled.gguf")["rope_freqs.weight"].tolist() == factors
 
@@ -124,10 +123,9 @@ def test_frequencies_of_llama_3(tmp_path):
         ({"scaling.type": "none", "scaling.factor": 4.0}, 1),
     ],
 )
-def test_positions_are_scaled_linearly_by_default(scaling, factor, tmp_path):
+def test_positions_are_scaled_linearly_by_default(scaling, factor, tiny_gguf):
     """As in llama.cpp; old files have another key."""
-    write_gguf(tmp_path / "tiny.gguf", "llama")
-    file = GGUFFile(tmp_path / "tiny.gguf")
+    file = GGUFFile(tiny_gguf("llama"))
     file.metadata.update({f"llama.rope.{key}": value for key, value in scaling.items()})
     assert read_settings(file).tables == (RotaryTable(500000.0, factor),)
 

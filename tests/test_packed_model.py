@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lookahead
-from gguf_files import ARCHITECTURES, reference_model, unpermuted, write_gguf
+from gguf_files import ARCHITECTURES, MIXED, reference_model, unpermuted
 from lookahead.core import SettingsError, TokenTree
 from lookahead.drafters import Adaptive, Lookahead, Plain
 from lookahead.models.gguf import GGUFFile
@@ -19,7 +19,6 @@ from lookahead.targets.paths import make_target
 from test_cli import call, refused
 from toy import VOCABULARY, save
 
-MIXED = ("Q4_K", "Q6_K", "Q8_0", "Q5_K", "Q4_0", "BF16", "Q5_1", "Q4_1", "Q5_0", "F16", "F32")
 TOKENS = torch.randint(4, VOCABULARY, (24,), generator=torch.Generator().manual_seed(5)).tolist()
 #: RMS difference of the logits, in standard deviations of the logits. Products with quantized weights use
 #: rows in 8-bit blocks: measured 0.015 to 0.07 (Gemma 3, which has 7 layers here), and 0.43 to 1.5 for a
@@ -33,17 +32,8 @@ DRAFTERS = {
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """Paths of files with random weights, by architecture and types; each is written once."""
-    folder, written = tmp_path_factory.mktemp("packed"), {}
-
-    def file(architecture, types):
-        if (architecture, types) not in written:
-            written[architecture, types] = path = folder / f"{len(written)}.gguf"
-            write_gguf(path, architecture, types)
-        return written[architecture, types]
-
-    return file
+def files(tiny_gguf):
+    return tiny_gguf
 
 
 def packed_logits(model):
