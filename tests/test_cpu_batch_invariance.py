@@ -38,6 +38,16 @@ from lookahead.targets.paths import make_target
 from lookahead.testing import assert_same_as_autoregressive
 from test_cpu_target import FAMILIES, VOCABULARY, of_capacity, prompt, tiny
 
+#: Families that differ from another one in weights and numbers only: scales, rotary tables, a window of any size, and
+#: the number of query heads for a key head, which one family of Llama covers.
+ONLY_NUMBERS = {
+    "llama-untied-head",
+    "llama3-rope",
+    "qwen3-one-key-head",
+    "mistral-whole",
+    "olmo2-one-key-head",
+    "gpt2-scaled-by-layer",
+}
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
@@ -85,7 +95,7 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
 
 
 @DTYPES
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ONLY_NUMBERS])
 def test_a_trees_rows_have_the_bits_of_plain_decoding(family: str, dtype: torch.dtype) -> None:
     """Rows are bit-identical in steps of 1 to 70 rows of two sequences, after commits of paths with gaps."""
     target, alone = compiled_twice(family, dtype)
@@ -131,6 +141,7 @@ def test_every_kind_of_product_has_these_bits(kind: str) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("threads", [2], indirect=True)
 @pytest.mark.parametrize("shape", [(174, 720, 80), (24, 40, 8), (576, 1536, 64)], ids=str)
 def test_rows_of_odd_sizes_have_the_same_bits_in_any_tree(
     shape: tuple[int, int, int], dtype: torch.dtype, threads: int
@@ -152,8 +163,8 @@ def test_rows_of_odd_sizes_have_the_same_bits_in_any_tree(
     tree = random_tree(3, 45)
     (scores,) = target.forward([(0, tree)])
     path = path_to(tree, max(range(45), key=tree.depths.__getitem__))
-    for node in path:
-        torch.set_num_threads(3 - threads)
+    for turn, node in enumerate(path):
+        torch.set_num_threads(1 + turn % threads)
         (plain,) = alone.forward([(0, TokenTree(tree.tokens[node]))])
         assert not tree.needs_logits[node] or torch.equal(plain.row(0), scores.row(node))
         alone.commit([(0, [0])])
@@ -244,16 +255,6 @@ def test_a_position_beyond_the_learned_ones_is_refused() -> None:
     target.prefill([(1, prompt(16))])
     with pytest.raises(IndexError, match="got 17"):
         target.forward([(1, TokenTree(5))])
-
-
-def test_logits_outlive_the_next_step() -> None:
-    target = compiled()
-    target.prefill([(0, prompt(5))])
-    rows, copies = [], []
-    for seed in range(6):
-        rows.append(target.forward([(0, random_tree(seed, 8))])[0].row(0))
-        copies.append(rows[-1].clone())
-    assert all(torch.equal(a, b) for a, b in zip(rows, copies, strict=True))
 
 
 def test_a_thread_pool_wakes_from_sleep_and_survives_an_interrupt(threads: int) -> None:

@@ -138,8 +138,11 @@ def drafted(monkeypatch):
     return record
 
 
-@pytest.mark.parametrize("preference", [0.0, 0.05], ids=["honest", "prefers drafted tokens"])
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize(
+    ("temperature", "preference"),
+    [(0.7, 0.0), (1.0, 0.0), (1.0, 0.05)],
+    ids=["honest at 0.7", "honest at 1", "prefers drafted tokens"],
+)
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 def test_a_draft_changes_no_probability(warm, temperature, preference, model, llm, drafted):
     """Three cells of tokens: drafted first, drafted otherwise, not drafted. A bias of 1 in 20 is found."""
