@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from lookahead.core import (
     DraftState,
     Engine,
-    LookaheadError,
     NumericalError,
     OutOfMemory,
     Request,
@@ -547,34 +546,6 @@ def test_in_captured_passes_all_trees_count_as_the_largest(captures):
     largest = max(5 * max(rows) for rows in together)
     assert (largest <= budget) == captures
     assert max(sum(rows) for rows in together) <= budget
-
-
-@pytest.mark.parametrize("place", ["start", "draft", "overlap", "observe", "stats", "choose", "finished"])
-def test_any_exception_of_one_sequence_ends_it_and_no_other(place):
-    def fail(*given):
-        raise ValueError("broken on purpose")
-
-    class Broken(Lookahead):
-        def start(self, sequence):
-            if place == "start":
-                fail()
-            state = super().start(sequence)
-            if place in ("draft", "overlap", "observe", "stats"):
-                setattr(state, place, fail)
-            return state
-
-    requests = [Request(prompt, Lookahead(5, 4, 5), 30) for prompt in PROMPTS]
-    requests.append(Request([1, 2], Broken(5, 4, 5), 30))
-    if place in ("choose", "finished"):
-        setattr(requests[-1], place, fail)
-    *good, broken = run(FakeTarget(40), requests)
-    assert [g.finish_reason for g in good] == ["length"] * 3
-    assert broken.finish_reason == "error"
-    assert isinstance(broken.error, LookaheadError)
-    assert isinstance(broken.error.__cause__, ValueError)
-    assert "ValueError: broken on purpose" in str(broken.error)
-    for sequence, prompt in zip(good, PROMPTS, strict=True):
-        assert sequence.tokens == run(FakeTarget(40), [Request(prompt, Plain(), 30)])[0].tokens
 
 
 def test_a_text_that_ends_with_the_prefill_needs_no_drafter():

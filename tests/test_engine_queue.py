@@ -125,11 +125,7 @@ class Broken(PromptLookup):
         return state
 
 
-@pytest.mark.parametrize(
-    "error",
-    [ValueError("on purpose"), LookaheadError("on purpose"), ZeroDivisionError("on purpose")],
-    ids=repr,
-)
+@pytest.mark.parametrize("error", [ValueError("on purpose"), LookaheadError("on purpose")], ids=repr)
 @pytest.mark.parametrize(
     "place", ["start", "draft", "tree", "observe", "overlap", "stats", "choose", "finished"]
 )
@@ -149,11 +145,12 @@ def test_any_exception_of_one_sequence_ends_that_sequence_alone(place, error):
     assert [results[tag].finish_reason for tag in range(4)] == ["length", "error", "length", "length"]
     assert [results[tag].tokens for tag in (0, 2, 3)] == [plain_texts(4)[tag] for tag in (0, 2, 3)]
     failed = results[1].error
+    assert isinstance(failed, LookaheadError)
     if place == "tree":
         assert isinstance(failed.__cause__, TypeError)
     else:
         assert failed is error or failed.__cause__ is error
-        assert "on purpose" in str(failed)
+        assert ("ValueError: on purpose" if isinstance(error, ValueError) else "on purpose") in str(failed)
     assert engine.close().committed == {}
 
 

@@ -33,11 +33,10 @@ def test_every_example_is_run_here():
 
 @pytest.mark.parametrize("name", ["drop_in.py", "own_drafter.py"])
 def test_a_comparison_with_plain_decoding_says_equal(name, run):
-    assert "equal: True" in run(name, *MODEL[name == "drop_in.py" :])
-
-
-def test_the_example_drafter_accepts_tokens(run):
-    assert float(run("own_drafter.py", *MODEL).split()[0]) > 1.1
+    shown = run(name, *MODEL[name == "drop_in.py" :])
+    assert "equal: True" in shown
+    if name == "own_drafter.py":  # it accepts tokens
+        assert float(shown.split()[0]) > 1.1
 
 
 @pytest.mark.parametrize("name", ["batch_file.py", "warm_state.py"])

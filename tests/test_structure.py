@@ -109,7 +109,7 @@ def loaded_by(statement):
     [
         ("import lookahead.core", {"torch", "numpy", "transformers", "typer", "rich", "matplotlib"}),
         ("import lookahead", {"torch", "numpy", "numba", "triton", "fastapi", "matplotlib", "scipy"}),
-        ("import lookahead.drafters", {"torch", "numpy", "numba"}),
+        ("import lookahead.drafters; lookahead.drafters.Adaptive()", {"torch", "numpy", "numba"}),
         ("import lookahead.testing", {"torch", "transformers"}),
         ("import lookahead.cli", {"torch", "matplotlib"}),
         ("import lookahead.loading", {"transformers", "torch._dynamo", "matplotlib"}),
