@@ -67,7 +67,6 @@ SLOW = [
     "test_site*",
     "test_trace_page*",
     "test_docs::test_the_notebook*",
-    "test_adaptive_golden::test_with_the_jit_off*",
     "test_attention::test_a_context_of_32k*",
     "test_attention::test_tile_sizes*",
     "test_attention::test_windows_over_long*",

@@ -1,12 +1,9 @@
-"""The adaptive drafter's trees and learned state match the recorded ones, also with the JIT off."""
+"""The adaptive drafter's trees and learned state match the recorded ones (with the JIT off: test_cpu_target)."""
 
 import errno
 import gzip
 import json
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -175,23 +172,6 @@ def test_only_nodes_of_equal_probability_may_change_places():
     }
     for what, (tokens, parents) in wrong.items():
         assert ranked(tokens, parents, tree[2]) != ranks, what
-
-
-def test_with_the_jit_off_it_drafts_the_same():
-    code = (
-        "import gzip, json, test_adaptive_golden as t\n"
-        "from lookahead.drafters.adaptive.grow import grow\n"
-        "assert type(grow).__name__ == 'function'\n"
-        "golden = json.loads(gzip.decompress(t.GOLDEN.read_bytes()))\n"
-        "for name in ('16 rows', 'all sources'):\n"
-        "    for mode in ('greedy', 'sampled'):\n"
-        "        t.compare(*t.decode(name, mode == 'sampled'), golden[f'{name}, {mode}'])\n"
-    )
-    environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
-    folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(folders)
-    # Integer overflow would wrap around silently in compiled code.
-    subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", code], check=True, env=environment)
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])

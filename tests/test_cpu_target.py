@@ -470,18 +470,34 @@ def test_where_numba_cannot_compile_transformers_serves_and_says_why(monkeypatch
         make_target(tiny(), path="cpu")
 
 
-def test_without_numbas_compiler_transformers_serves_and_says_why() -> None:
-    program = """
+#: Prints the path that a model takes, and compares adaptive's trees with the recorded ones. There, an overflow is an
+#: error; in compiled code integers would wrap around silently.
+WITHOUT_COMPILER = """
+import gzip, json, warnings
 import lookahead
+import test_adaptive_golden as golden
+from lookahead.drafters.adaptive.grow import grow
 from lookahead.testing import tiny_model
 llm = lookahead.LLM(tiny_model("llama", seed=1))
 target = llm.target()
 print(target.path, target.reason)
 print(len(llm.generate([3, 1, 4], max_new_tokens=4, drafter="lookahead").tokens))
+assert type(grow).__name__ == "function"
+warnings.simplefilter("error", RuntimeWarning)
+recorded = json.loads(gzip.decompress(golden.GOLDEN.read_bytes()))
+for name in ("16 rows", "all sources"):
+    for mode in ("greedy", "sampled"):
+        golden.compare(*golden.decode(name, mode == "sampled"), recorded[f"{name}, {mode}"])
 """
-    source = str(Path(lookahead.__file__).parents[1])
-    environment = os.environ | {"NUMBA_DISABLE_JIT": "1", "PYTHONPATH": source}
-    command = [sys.executable, "-c", program]
+
+
+def test_without_numbas_compiler_transformers_serves_and_adaptive_drafts_the_same() -> None:
+    folders = (Path(lookahead.__file__).parents[1], Path(__file__).parent)
+    environment = os.environ | {
+        "NUMBA_DISABLE_JIT": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+    }
+    command = [sys.executable, "-c", WITHOUT_COMPILER]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     path, tokens = done.stdout.splitlines()
