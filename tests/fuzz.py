@@ -221,7 +221,8 @@ class EngineCase(Numbered):
     def difference(self) -> tuple[str, int]:
         """("" or what differs, tokens compared)."""
         if "bfloat16" in self.family and self.llm.path != "cpu":
-            return "", 0  # on other paths, rounding in bfloat16 may depend on the other rows of the step
+            # On other paths, rounding in bfloat16 may depend on the other rows of the step.
+            return f"{self.family} is on path {self.llm.path}", 0
         method = dict(self.method)
         if self.warm:
             drafter = method["drafter"]

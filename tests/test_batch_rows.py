@@ -299,8 +299,13 @@ def test_models_that_keep_their_state_elsewhere_are_refused(family):
 def test_a_model_in_bfloat16_drafts_by_batch_rows():
     model = build("lfm2").to(torch.bfloat16)
     assert probe(model).mode == "batch-rows"
-    (one,) = run(make_target(model), [Request([5, 6, 7] * 4, as_drafter(ROWS), 20)])
-    assert len(one.tokens) == 20
+    target = make_target(model)
+    drafted, plain = (
+        run(target, [Request([5, 6, 7] * 4, drafter, 30)])[0] for drafter in (ADAPTIVE, Plain())
+    )
+    assert drafted.tokens == plain.tokens
+    assert len(drafted.tokens) == 30
+    assert drafted.stats.accepted > 0
 
 
 def test_paths_and_forced_targets():

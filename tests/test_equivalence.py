@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import pytest
@@ -57,6 +58,8 @@ def judged(model: Any, facts: ModelFacts | None = None, wrong_model: Any = None)
 
 
 CASES = [(2, False), (2, True), (12, True), (30, False)]
+#: With more noise, rounding moves a model's logits by a quarter, which hides a wrong weight of its attention.
+LOUD = 0.2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -129,9 +132,17 @@ def test_a_wrong_weight_is_caught(matrix, layers, outliers, dtype):
     weight = wrong.model.layers[layers // 2].get_submodule(matrix).weight
     weight.data = weight.data.roll(1, 0)
     found = judged(model, wrong_model=wrong)
-    if found.noise > 0.2 and "attn" in matrix:
-        return  # rounding moves this model's logits by a quarter, more than such a fault
+    if found.noise > LOUD and "attn" in matrix:
+        pytest.skip("rounding moves this model's logits more than such a fault")
     assert not found.ok, found.reason
+
+
+def test_most_wrong_weights_of_attention_are_judged():
+    noise = [
+        judged(model_of(layers, dtype, outliers)).noise
+        for (layers, outliers), dtype in product(CASES, DTYPES)
+    ]
+    assert sum(each > LOUD for each in noise) < len(noise) / 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

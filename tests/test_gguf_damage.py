@@ -1,6 +1,7 @@
 """GGUF files with false headers: each gets a one-line error, before its counts allocate memory."""
 
 import functools
+import json
 import re
 import struct
 from pathlib import Path
@@ -363,5 +364,7 @@ def test_a_whole_file_is_generated_from_by_the_command(whole):
     code, out, _ = call(
         "generate", whole, "--prompt", "the cat", "--max-new-tokens", 3, "--ignore-eos", "--json"
     )
+    expected = lookahead.load(whole).generate("the cat", max_new_tokens=3, ignore_eos=True)
     assert code == 0
-    assert out
+    assert json.loads(out)["output_ids"] == expected.tokens
+    assert len(expected.tokens) == 3

@@ -261,7 +261,12 @@ def test_quantized_files_are_checked_at_load(loaded, types):
     llm = loaded(types=types, flash_attn="auto", cache_type_k="f16", cache_type_v="f16")
     assert llm.probe.mode == "tree", llm.probe.reason
     assert llm.dtype == ("Q6_K + Q4_K" if len(types) == 2 else types)
-    assert len(llm.generate(PROMPT, max_new_tokens=12, ignore_eos=True, drafter=Adaptive()).tokens) == 12
+    drafted, plain = (
+        llm.generate(PROMPT, max_new_tokens=12, ignore_eos=True, drafter=drafter).tokens
+        for drafter in (Adaptive(), Plain())
+    )
+    assert drafted == plain
+    assert len(drafted) == 12
 
 
 def test_the_check_refuses_a_target_that_keeps_wrong_rows(loaded, monkeypatch):
@@ -498,9 +503,16 @@ def test_an_answer_keeps_to_a_schema(files):
 
 
 def test_chat_answers_with_llama_cpp(files):
+    """Without a chat template, a chat continues the text."""
     command = ["chat", str(files()), "--engine", "llama.cpp", "--threads", "1", "--max-new-tokens", "6"]
+    command += ["--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32"]
     found = CliRunner().invoke(app, command, input="hello\nagain\n")
     assert found.exit_code == 0, found.output
+    llm = lookahead.load(files(), engine="llama.cpp", threads=1, **WHOLE)
+    first = llm.generate("hello", max_new_tokens=6, drafter=Plain()).text
+    second = llm.generate(f"hello{first}\nagain", max_new_tokens=6, drafter=Plain()).text
+    assert found.stdout == f"{first}\n{second}\n"
+    assert first
 
 
 def test_the_benchmark_measures_it(files, tmp_path):
