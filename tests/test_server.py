@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import itertools
 import json
+import re
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ import torch
 
 import lookahead
 from lookahead.core import SettingsError
+from lookahead.core.verify import as_choose
 from lookahead.drafters import PromptLookup, names
 from lookahead.drafters.prompt_lookup import PromptLookupDraftState
 from lookahead.server.grammar import Grammars
@@ -27,6 +29,8 @@ from serving import Served, serving
 from toy import VOCABULARY, save
 
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
+#: Every token of the vocabulary occurs twice, so each token of a completion has been seen before.
+REPEATED = [*range(3, VOCABULARY)] * 2
 
 
 @pytest.fixture(scope="module")
@@ -73,22 +77,21 @@ def plain(served, prompt=PROMPT, **options):
 # ------------------------------------------------------------------------------------------ completions
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "adaptive", "lookahead", "prompt-lookup", "jacobi"])
+@pytest.mark.parametrize(
+    "method", ["autoregressive", "adaptive:rows=16", "lookahead", "prompt-lookup", "jacobi"]
+)
 @pytest.mark.parametrize(
     "sampled", [{"temperature": 0}, {"temperature": 0.9, "seed": 5, "top_k": 50, "top_p": 0.95}]
 )
 def test_texts_are_those_of_plain_decoding(served, method, sampled):
     options = {"lookahead": {"drafter": method, "stats": True}, "max_tokens": 40, **sampled}
-    answer = post(served, **options)
-    expected = plain(served, max_new_tokens=40, **(sampled if sampled["temperature"] else {}))
+    answer = post(served, prompt=REPEATED, **options)
+    expected = plain(served, REPEATED, max_new_tokens=40, **(sampled if sampled["temperature"] else {}))
     assert text_of(answer) == [expected.text]
     assert answer["choices"][0]["finish_reason"] == expected.finish_reason
     assert answer["usage"]["completion_tokens"] == len(expected.tokens)
     record = answer["choices"][0]["lookahead"]["stats"]
-    assert (record["num_draft_tokens"] > 0) == (method != "autoregressive") or method in (
-        "adaptive",
-        "prompt-lookup",
-    )
+    assert (record["num_draft_tokens"] > 0) == (method != "autoregressive")
     histogram = record["acceptance_histogram"]
     assert sum(int(n) * steps for n, steps in histogram.items()) == record["num_accepted_draft_tokens"]
 
@@ -278,6 +281,32 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason(served):
     assert len(ends) == 2
 
 
+def test_completions_of_one_stream_are_those_of_plain_decoding(served):
+    found = [
+        choice
+        for event in events(served, n=3, temperature=1, seed=7, max_tokens=20)
+        for choice in event["choices"]
+    ]
+    for index in range(3):
+        choices = [choice for choice in found if choice["index"] == index]
+        expected = plain(served, max_new_tokens=20, temperature=1.0, seed=7 + index)
+        assert "".join(choice["text"] for choice in choices) == expected.text
+        reasons = [choice["finish_reason"] for choice in choices]
+        assert reasons == [None] * (len(choices) - 1) + [expected.finish_reason]
+
+
+def test_streamed_log_probabilities_are_those_of_the_whole_answer(served):
+    options = {"logprobs": 2, "max_tokens": 20, "lookahead": {"drafter": "lookahead"}}
+    whole = post(served, **options)["choices"][0]["logprobs"]
+    streamed = [event["choices"][0]["logprobs"] for event in events(served, **options)]
+    joined = {name: [one for part in streamed for one in part[name]] for name in whole}
+    assert joined["tokens"] == whole["tokens"]
+    assert joined["text_offset"] == whole["text_offset"]
+    assert joined["token_logprobs"] == pytest.approx(whole["token_logprobs"], abs=1e-5)
+    assert [set(top) for top in joined["top_logprobs"]] == [set(top) for top in whole["top_logprobs"]]
+    assert len(whole["tokens"]) == 20
+
+
 def test_a_stream_shows_its_trees_where_asked(served):
     found = events(served, max_tokens=30, lookahead={"drafter": "lookahead", "trace": True})
     traced = [chunk["choices"][0]["lookahead"] for chunk in found]
@@ -347,11 +376,18 @@ def test_json_of_a_schema_with_drafting_on(client, served, openai):
         texts.add(made.choices[0].text)
     (text,) = texts
     assert set(json.loads(text)) == {"name", "exact"}
+    # The bias ends each string at once, and the object after its first entry.
+    bias = {'"': 100, " ": 90, ":": 80, "}": 60}
     made = chat(
-        served, response_format={"type": "json_object"}, logit_bias={}, max_tokens=400, temperature=1, seed=3
+        served,
+        response_format={"type": "json_object"},
+        logit_bias={str(served.llm.encode(character)[0]): value for character, value in bias.items()},
+        max_tokens=40,
+        temperature=1,
+        seed=3,
     )
-    if made["choices"][0]["finish_reason"] == "stop":
-        assert isinstance(json.loads(made["choices"][0]["message"]["content"]), dict)
+    assert made["choices"][0]["finish_reason"] == "stop"
+    assert json.loads(made["choices"][0]["message"]["content"]) == {"": ""}
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
     with pytest.raises(openai.BadRequestError, match="schema"):
         client.completions.create(model="toy", prompt="x", extra_body={"response_format": bad})
@@ -423,6 +459,28 @@ def test_the_parameters_of_a_required_tool_may_refer_to_themselves(served, schem
         ids = torch.cat([ids, torch.tensor([[token]])], 1)
 
 
+@pytest.mark.parametrize(
+    ("options", "count"), [({}, 2), ({"parallel_tool_calls": True}, 2), ({"parallel_tool_calls": False}, 1)]
+)
+def test_parallel_calls_may_be_forbidden(served, monkeypatch, options, count):
+    """The completion is forced, because a random model makes no calls."""
+    calls = [{"name": "add", "arguments": {"x": number}} for number in range(2)]
+    text = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
+    ids = served.llm.tokenizer(text, add_special_tokens=False).input_ids
+    tokens, prepare = iter([*ids, *served.llm.eos]), served.llm.prepare
+
+    def forced(*given):
+        request = prepare(*given)
+        request.choose = as_choose(lambda scores, node: next(tokens))
+        return request
+
+    monkeypatch.setattr(served.llm, "prepare", forced)
+    choice = chat(served, tools=[TOOL], max_tokens=len(ids) + 1, **options)["choices"][0]
+    found = [json.loads(call["function"]["arguments"]) for call in choice["message"]["tool_calls"]]
+    assert found == [call["arguments"] for call in calls][:count]
+    assert choice["finish_reason"] == "tool_calls"
+
+
 def test_a_history_of_calls_needs_no_tools_in_the_request(served):
     """The toy template supports no tools, so the call and its result become text."""
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
@@ -445,53 +503,94 @@ def test_a_history_of_calls_needs_no_tools_in_the_request(served):
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "param", "said"),
     [
-        ({"best_of": 3}, "best_of"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"temperature": -1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"n": 1000}, "n"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": [1, 2, 99999]}, "token ids"),
-        ({"prompt": "x " * 3000}, "this server's limit of 1024"),
-        ({"stop": [""]}, "stop"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"logit_bias": {"99999": 1}}, "logit_bias"),
-        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
-        ({"lookahead": {"drafter": "9" * 5000 + ",5,15"}}, "lookahead: drafter must be one of"),
-        ({"lookahead": {"drafter": "jacobi:block_size=" + "9" * 5000}}, "block_size must be a whole number"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"lookahead": {"drafter": "magic"}}, "lookahead: drafter must be one of"),
-        ({"lookahead": {"drafter": "prompt-lookup", "window_size": 3}}, "has no setting 'window_size'"),
-        ({"lookahead": {"window_size": 200, "ngram_size": 9, "guess_set_size": 200}}, "rows"),
-        ({"lookahead": {"drafter": "adaptive:table=/etc/passwd"}}, "may read a file (table)"),
-        ({"lookahead": {"drafter": "adaptive:head=/etc/passwd"}}, "may read a file (head)"),
+        ({"best_of": 3}, "best_of", "unknown or unsupported field 'best_of'; did you mean 'n'?"),
+        ({"temperature": "hot"}, "temperature", "temperature: Input should be a valid number"),
+        ({"temperature": -1}, "temperature", "temperature: Input should be greater than or equal to 0"),
+        ({"top_p": 0}, "top_p", "top_p: Input should be greater than 0"),
+        ({"n": 1000}, "n", "n: a request may have at most 16 completions, got 1000"),
+        ({"prompt": ""}, "prompt", "prompt: the prompt must not be empty"),
+        ({"prompt": [1, 2, 99999]}, "prompt", "prompt: token ids must be between 0 and 319, got 99999"),
+        ({"prompt": "x " * 3000}, "prompt", "this server's limit of 1024"),
+        ({"stop": [""]}, "stop", "stop must be a non-empty string"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "token ids must be 0 to 319, got 'x'"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias", "token ids must be 0 to 319, got '99999'"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token ids must be 0 to 319, got '9999"),
+        (
+            {"lookahead": {"drafter": "9" * 5000 + ",5,15"}},
+            "lookahead",
+            "lookahead: drafter must be one of",
+        ),
+        (
+            {"lookahead": {"drafter": "jacobi:block_size=" + "9" * 5000}},
+            "lookahead",
+            "block_size must be a whole number",
+        ),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options: needs stream"),
+        ({"lookahead": {"drafter": "magic"}}, "lookahead", "lookahead: drafter must be one of"),
+        (
+            {"lookahead": {"drafter": "prompt-lookup", "window_size": 3}},
+            "lookahead",
+            "has no setting 'window_size'",
+        ),
+        (
+            {"lookahead": {"window_size": 200, "ngram_size": 9, "guess_set_size": 200}},
+            "lookahead",
+            "lookahead: a step may have at most 256 rows",
+        ),
+        (
+            {"lookahead": {"drafter": "adaptive:table=/etc/passwd"}},
+            "lookahead",
+            "only the server's own drafter may read a file (table)",
+        ),
+        (
+            {"lookahead": {"drafter": "adaptive:head=/etc/passwd"}},
+            "lookahead",
+            "only the server's own drafter may read a file (head)",
+        ),
         (
             {"lookahead": {"drafter": "prompt-lookup:max_ngram=4000"}},
+            "lookahead",
             "max_ngram must be a whole number between 1 and 32",
         ),
-        ({"lookahead": {"color": "blue"}}, "lookahead.color"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"prompt": ...}, "prompt"),
-        ({"lookahead": {"trace": True}}, "lookahead.trace"),
+        (
+            {"lookahead": {"color": "blue"}},
+            "lookahead.color",
+            "unknown or unsupported field 'lookahead.color'",
+        ),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format",
+            "json_schema must be given if and only if the type is json_schema",
+        ),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"name": "x"}}},
+            "response_format",
+            "json_schema must be given if and only if the type is json_schema",
+        ),
+        ({"prompt": ...}, "prompt", "prompt: Field required"),
+        ({"lookahead": {"trace": True}}, "lookahead.trace", "lookahead.trace: needs stream"),
         (
             {"prediction": {"type": "content", "content": "x"}, "lookahead": {"drafter": "plain"}},
             "prediction",
+            "prediction: the drafter",
         ),
         (
             {"prediction": {"type": "content", "content": "x " * 3000}},
+            "prediction",
             "prediction: must have at most 1024 tokens",
         ),
-        ({"store": True}, "store"),
-        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
+        ({"store": True}, "store", "store: Input should be False"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo", "echo: with logprobs it cannot be streamed"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(served, body, said):
+def test_what_cannot_be_honoured_is_refused_by_name(served, body, param, said):
     error = post(served, status=400, **body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
-    assert said in error["message"] or said in (error["param"] or "")
+    assert error["param"] == param
+    assert said in error["message"]
 
 
 def test_too_many_completions_are_refused_before_their_prompts_are_encoded(served, monkeypatch):
@@ -531,11 +630,48 @@ def test_unsupported_fields_are_refused_by_name(served):
     assert (reply.status_code, reply.json()["error"]["code"]) == (413, "too_large")
 
 
+@pytest.mark.parametrize(
+    ("choice", "fields", "said"),
+    [
+        ("sub", {"tools": [TOOL]}, "tool_choice: must name one of tools (add), got 'sub'"),
+        ("add", {}, "tool_choice: must name one of tools (none), got 'add'"),
+        (
+            "add",
+            {"tools": [TOOL], "response_format": {"type": "json_object"}},
+            "tool_choice: a required tool and a response_format are mutually exclusive",
+        ),
+    ],
+)
+def test_tools_that_cannot_be_required(served, choice, fields, said):
+    named = {"type": "function", "function": {"name": choice}}
+    error = chat(served, status=400, tool_choice=named, **fields)["error"]
+    assert (error["param"], error["message"]) == ("tool_choice", said)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (b"request-1 of 2", True),
+        (b"x" * 64, True),
+        (b"x" * 65, False),
+        (b"caf\xe9", False),
+        (b"a\tb", False),
+        (None, False),
+    ],
+    ids=["kept", "longest", "too long", "not ASCII", "not printable", "none"],
+)
+def test_a_request_has_the_id_that_the_client_gave_or_a_new_one(served, given, kept):
+    headers = {} if given is None else {b"X-Request-Id": given}
+    name = httpx.get(f"{served.url}/version", headers=headers).headers["x-request-id"]
+    assert name == given.decode() if kept else re.fullmatch("[0-9a-f]{32}", name)
+
+
 def test_keys_and_cross_origin(llm):
     with serving(llm, api_key="s3cret", cors_origins=["https://x.org"]) as served:
         for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
             reply = httpx.get(f"{served.url}/v1/models", headers=header)
             assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert reply.headers["www-authenticate"] == "Bearer"
         assert (
             httpx.get(f"{served.url}/v1/models", headers={"Authorization": "Bearer s3cret"}).status_code
             == 200
@@ -769,6 +905,25 @@ def test_time_limits_and_the_end(llm):
         assert json.loads(found[-2][6:])["error"]["code"] == "shutting_down"
         assert httpx.get(f"{served.url}/health").status_code == 503
         assert post(served, status=503)["error"]["code"] == "not_ready"
+
+
+def test_a_running_request_finishes_during_a_shutdown(llm):
+    with serving(llm) as served:
+        engine, stopped = served.server.loop.engine, threading.Event()
+        step = engine.step
+        engine.step = lambda: (stopped.wait(20), step())[1]
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(post, served, max_tokens=12)
+            served.wait(lambda: served.server.loop.load_state != (0, 0))
+            served.server.loop.stop(within=60)
+            assert post(served, status=503)["error"]["code"] == "not_ready"
+            stopped.set()
+            answer = running.result()
+        served.server.loop.join()
+        assert served.server.loop.error is None
+    expected = llm.generate(PROMPT, drafter="off", max_new_tokens=12)
+    assert text_of(answer) == [expected.text]
+    assert answer["choices"][0]["finish_reason"] == expected.finish_reason
 
 
 def test_metrics_bear_the_fields_names(served):
