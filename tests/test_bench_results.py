@@ -228,15 +228,20 @@ def test_without_matplotlib_the_plots_alone_are_left_out(command, tmp_path, monk
 def test_bench_decodes_in_the_dtype_that_other_commands_choose(monkeypatch, tmp_path):
     from lookahead import bench
 
-    asked = []
+    asked, model = [], ModelUnderTest.of(LLM(tiny_model(), Words()))
 
     def load(*args, **keywords):
         asked.append(keywords)
-        return ModelUnderTest("fake", FakeTarget(16))
+        return model
 
     monkeypatch.setattr(bench, "load_model", load)
-    invoke("--method", "nothing", "--limit", "1", "--out", tmp_path)
-    assert asked[0].get("dtype", "auto") == "auto"
+    monkeypatch.setattr(plotting, "can_draw", lambda: False)
+    words = ["--method", "prompt-lookup", "--limit", 1, "--max-new-tokens", 8, "--repeats", 1]
+    for number, dtype in enumerate(([], ["--dtype", "bfloat16"])):
+        done = invoke(*words, *dtype, "--out", tmp_path / str(number))
+        assert done.exit_code == 0, done.output
+    assert "dtype" not in asked[0]
+    assert asked[1]["dtype"] == "bfloat16"
 
 
 def test_step_cost_measures_a_file_as_it_packs_its_weights(tmp_path, monkeypatch):

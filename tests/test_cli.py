@@ -1,6 +1,7 @@
 """The command line on a tiny checkpoint: what it prints, what it writes, and its error messages."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from lookahead.cli import app
 from lookahead.cli.adapter import with_options
 from lookahead.cli.command import Command as HelpCommand
 from lookahead.drafters import METHODS
+from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.option import option
 from lookahead.options import DraftOptions, LoadOptions, Options
 from processes import Command
@@ -341,6 +344,29 @@ def test_resume_refuses_other_settings_by_name(model, tmp_path):
     refused("--mix-settings needs --resume", *base, "--mix-settings")
 
 
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[]"], ids=["torn", "not UTF-8", "a list"])
+def test_resume_refuses_settings_that_cannot_be_read(content, tmp_path):
+    """The message says "cannot be written", although the file could not be read."""
+    source = prompts(tmp_path / "in.jsonl", {"id": 1, "prompt": "x"}, {"id": 2, "prompt": "y"})
+    out = tmp_path / "out.jsonl"
+    out.write_text('{"id": 1, "line": 1}\n')
+    settings = tmp_path / "out.jsonl.settings.json"
+    settings.write_bytes(content)
+    command = ("generate", "tiny", "--input", source, "--output", out, "--resume")
+    refused(
+        r"the settings of .*out\.jsonl cannot be written to .*out\.jsonl\.settings\.json \(.+\)$", *command
+    )
+    assert settings.read_bytes() == content
+    assert len(lines(out)) == 1
+
+
+def test_settings_that_cannot_be_written_are_said(tmp_path):
+    source, out = prompts(tmp_path / "in.jsonl", {"id": 1, "prompt": "x"}), tmp_path / "out.jsonl"
+    (tmp_path / "out.jsonl.settings.json").mkdir()
+    command = ("generate", "tiny", "--input", source, "--output", out)
+    refused(r"the settings of .*out\.jsonl cannot be written to .*\(.*Is a directory", *command)
+
+
 def test_resume_refuses_a_result_of_another_prompt(model, tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     base = ("generate", model, "--input", source, "--output", out, "--max-new-tokens", 3)
@@ -445,6 +471,11 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
         (["--prompt", "x", "--output", "y"], "--output needs --input"),
         (["--prompt", "x", "--resume"], "--resume needs --input"),
         (["--prompt", "x", "--batch-size", 2], "--batch-size needs --input"),
+        (["--prompt", "x", "--overwrite"], "--overwrite needs --input or --trace, and neither is given"),
+        (
+            ["--prompt", "x", "--parallel-timeout", 5],
+            "--parallel-timeout only applies under torchrun; omit it otherwise",
+        ),
         (["--input", "x", "--output", "y", "--mix-settings"], "--mix-settings needs --resume"),
         (["--input", "x", "--resume"], "--resume needs --output"),
         (["--input", "x", "--output", "y", "--resume", "--overwrite"], "--resume and --overwrite"),
@@ -610,7 +641,7 @@ def test_doctor_describes_machine_and_model(model):
     assert report["model"]["path"] == lookahead.load(model).path
     seconds = report["seconds_of_a_start"]
     assert list(seconds)[-3:] == ["load the model", "first 8 tokens", "next 8 tokens"]
-    assert all(value >= 0 for value in seconds.values())
+    assert seconds["load the model"] > 0
     code, out, _ = call("doctor", model)
     assert code == 0
     assert "probe reason" in out
@@ -658,11 +689,23 @@ def test_results_that_cannot_be_written_are_said_before_the_work(model, tmp_path
         refused("--out, .*file, must be a writable folder", *words, model, "--out", tmp_path / "file")
 
 
-def test_chat_goes_on_after_a_prompt_that_is_too_long(model):
+def test_tune_needs_steps_and_a_model_that_drafts(monkeypatch):
+    refused("--repeats must be at least 1, got 0", "tune", "tiny", "--repeats", 0)
+    probe = SimpleNamespace(drafts=False, reason="its state is recurrent")
+    recurrent = SimpleNamespace(probe=probe)
+    monkeypatch.setattr(sys.modules["lookahead.cli.tune"], "load_model", lambda load: recurrent)
+    refused(
+        "this model decodes one row at a time, so there is nothing to tune: its state is recurrent$",
+        "tune",
+        "tiny",
+    )
+
+
+def test_chat_goes_on_after_a_prompt_that_is_too_long(model, llm):
     code, out, err = call("chat", model, "--max-new-tokens", 4, stdin="z" * 300 + "\nhello\n")
-    assert code == 0
+    answer = llm.generate([{"role": "user", "content": "hello"}], max_new_tokens=4).text
+    assert (code, out) == (0, f"{answer}\n")
     assert "error: the prompt must be shorter" in err
-    assert out.strip("\n")
 
 
 def test_help_and_version_exit_with_0():
@@ -860,6 +903,18 @@ def test_what_adaptive_learns_is_kept_in_a_file(model, tmp_path):
         "--warm",
         file,
     )
+
+
+def test_a_warm_file_that_cannot_be_written_is_said_after_the_text(model, llm, tmp_path, monkeypatch):
+    def full(state, path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(AdaptiveState, "save", full)
+    file = tmp_path / "warm"
+    code, out, err = call("generate", model, "--prompt", "x", "--max-new-tokens", 4, "--warm", file)
+    assert (code, out) == (2, llm.generate("x", max_new_tokens=4).text + "\n")
+    expected = f"error: --warm must be a writable file, got {file} (No space left on device)"
+    assert err.splitlines()[-1] == expected
 
 
 def test_a_warm_file_of_another_model_is_refused(model, tmp_path):
