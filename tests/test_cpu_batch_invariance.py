@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from threading import Thread
-from time import perf_counter, sleep, thread_time
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,10 @@ from lookahead.targets.cpu.execution_plan import ExecutionState
 from lookahead.targets.cpu.formats import FORMATS
 from lookahead.targets.cpu.processor import PAIRS, TILES
 from lookahead.targets.cpu.thread_pool import (
+    AWAKE,
+    NAP,
+    PATIENCE,
+    SPINS,
     ThreadPool,
     Worker,
     _post,
@@ -312,16 +318,51 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_a_helper_stays_awake_between_steps_and_sleeps_without_them() -> None:
     """Waking a helper adds several ms to a pass, and drafting takes up to 2 ms between passes.
 
-    The helper's loop runs here without a job. It waits by the clock for at least 20 ms and uses at most about
-    20 ms of CPU time on any processor (a fixed number of iterations used 85 ms on AMD's Zen 3).
+    The helper's loop runs here without a job. It returns when the helper would go to sleep.
     """
     _, ranks, address = control_block(2)
-    _serve(address, 1)  # compiled on the first call; returns when the helper would go to sleep
-    began, used = perf_counter(), thread_time()
+    began = perf_counter()
     _serve(address, 1)
     assert perf_counter() - began > 0.019
-    assert thread_time() - used < 0.010
     assert ranks["asleep"][1] == 1
+
+
+class Waits:
+    """A clock in microseconds that only waiting advances, and the number of waits of each kind."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.counts: Counter[str] = Counter()
+
+    def clock(self, scratch: int) -> int:
+        return int(self.now)
+
+    def pause(self) -> None:
+        self._wait("pause", 0.01)
+
+    def yield_core(self) -> None:
+        self._wait("yield_core", 1)
+
+    def sleep(self, scratch: int, microseconds: int) -> None:
+        self._wait("sleep", microseconds + 50)  # as on Linux
+
+    def _wait(self, kind: str, microseconds: float) -> None:
+        self.counts[kind] += 1
+        self.now += microseconds
+
+
+def test_a_waiting_helper_polls_by_the_clock_and_then_naps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixed number of polls used 85 ms of CPU time on AMD's Zen 3. The uncompiled loop waits here."""
+    waits = Waits()
+    for name in ("clock", "pause", "yield_core", "sleep"):
+        monkeypatch.setattr(sys.modules[ThreadPool.__module__], name, getattr(waits, name))
+    _, ranks, address = control_block(2)
+    getattr(_serve, "py_func", _serve)(address, 1)
+    assert ranks["asleep"][1] == 1
+    assert waits.now > AWAKE
+    assert waits.counts["pause"] == SPINS - 1
+    assert waits.counts["yield_core"] == pytest.approx(PATIENCE, abs=2)
+    assert waits.counts["sleep"] == pytest.approx((AWAKE - PATIENCE) / (NAP + 50), abs=2)
 
 
 begin_again = njit(restart)

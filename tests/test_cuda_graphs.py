@@ -377,12 +377,17 @@ def test_a_share_of_no_gpu_is_an_error(given, message):
         load("tiny", device="cpu", **given)
 
 
-@pytest.mark.parametrize("share", [0.3, 0, 1.5])
-def test_a_share_of_no_gpu_is_an_error_in_custom_generate(model, share):
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        (0.3, "graph_memory limits captured passes on a GPU, but the model is on cpu"),
+        (0, "graph_memory must be above 0 and at most 1, got 0$"),
+        (1.5, "graph_memory must be above 0 and at most 1, got 1.5$"),
+    ],
+)
+def test_a_share_of_no_gpu_is_an_error_in_custom_generate(model, share, message):
     """The error names it; the model's own ``generate`` passes it on."""
-    with pytest.raises(
-        SettingsError, match=r"graph_memory (limits captured|must be above 0 and at most 1, got)"
-    ):
+    with pytest.raises(SettingsError, match=message):
         model.generate(
             torch.tensor([PROMPTS[0]]),
             custom_generate=lookahead.generate,

@@ -477,8 +477,17 @@ def test_wrong_calls_are_refused(llm):
 
 
 def test_a_bad_word_that_is_an_end_token_bans_nothing(llm):
-    words = [[token] for token in llm.eos]
-    assert llm.generate("x", max_new_tokens=4, bad_words=words).tokens
+    """As in transformers, since a text could not end otherwise."""
+    tokens = llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True).tokens
+    end = tokens[12]
+    llm.model.generation_config.eos_token_id = [2, end]
+    try:
+        banned = llm.generate(PROMPT, max_new_tokens=30, bad_words=[[end]])
+        free = llm.generate(PROMPT, max_new_tokens=30)
+    finally:
+        llm.model.generation_config.eos_token_id = 2
+    assert banned.tokens == free.tokens == tokens[: tokens.index(end) + 1]
+    assert banned.finish_reason == "stop"
 
 
 def test_the_keywords_written_out_are_the_options():
@@ -832,9 +841,11 @@ def test_a_call_may_bring_settings_of_the_other_kind(llm):
         for config in ("5,4,7", {"rows": 16}):
             result = one.generate(PROMPT, max_new_tokens=40, drafter=config, ignore_eos=True)
             assert result.tokens == plain.tokens
-            assert max(result.stats.rows_per_step) == (
-                16 if isinstance(config, dict) else pytest.approx(31, abs=14)
-            )
+            most = max(result.stats.rows_per_step)
+            if isinstance(config, dict):
+                assert most == 16
+            else:  # 15 rows of the window, and up to 7 candidates of 3 tokens, which may share rows
+                assert 15 < most <= 36
 
 
 def test_a_warm_state_serves_several_prompts(llm):
@@ -866,6 +877,18 @@ def test_a_device_map_is_handed_on(folder, llm, monkeypatch):
     assert given == [{"": "cpu"}, {"": "cpu"}, "auto"]
 
 
+@pytest.mark.parametrize("rotary", ["cpu", "meta"])
+def test_layers_on_no_device_are_refused(folder, rotary):
+    device_map = {"model.embed_tokens": "cpu", "model.layers": "meta", "model.norm": "cpu", "lm_head": "cpu"}
+    device_map["model.rotary_emb"] = rotary
+    refused(
+        r"every layer must be on a device, but device_map puts \d+ weights of .* on none",
+        lookahead.load,
+        folder,
+        device_map=device_map,
+    )
+
+
 def test_what_a_device_map_cannot_be(folder):
     refused(
         "device and device_map cannot be given together",
@@ -875,14 +898,6 @@ def test_what_a_device_map_cannot_be(folder):
         device_map="auto",
     )
     refused("device_map must be JSON", lookahead.load, folder, device_map="{")
-    meta = {"model.embed_tokens": "cpu", "model.layers": "meta", "model.norm": "cpu", "lm_head": "cpu"}
-    for rest in ({"model.rotary_emb": "cpu"}, {"model.rotary_emb": "meta"}):
-        refused(
-            "every layer must be on a device|cannot be loaded",
-            lookahead.load,
-            folder,
-            device_map=meta | rest,
-        )
 
 
 @pytest.mark.parametrize(
@@ -892,12 +907,13 @@ def test_what_a_device_map_cannot_be(folder):
         ({"bits": 4}, "quantization_config must be one of transformers'"),
         (
             {"quant_method": "torchao", "quant_type": "int8"},
-            "quantization_config must be one of transf|torchao",
+            "quantization_config must be one of transformers'",
         ),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "needs a package .*bitsandbytes"),
         ("{", "quantization_config must be JSON"),
-        ({"quant_method": "awq", "bits": 4}, "AWQ|awq|package|install"),
-        ('{"quant_method": "gptq", "bits": 4}', "package|install|gptq"),
+        # Its quantizer only takes weights that are quantized already.
+        ({"quant_method": "awq", "bits": 4}, "cannot be loaded: The quantization method .* pre-quantized"),
+        ('{"quant_method": "gptq", "bits": 4}', "needs a package that is not installed: .*optimum"),
     ],
     ids=str,
 )

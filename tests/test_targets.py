@@ -477,22 +477,6 @@ def test_other_errors_of_the_model_are_not_mistaken_for_memory(monkeypatch):
     assert "RuntimeError: shape" in str(sequence.error)
 
 
-def test_what_other_packages_ask_a_target_for():
-    """(gives_hidden, runs_compiled, shares_module, captures) of each path."""
-    expected = {
-        CpuTarget: (True, True, False, False),
-        CudaGraphTarget: (True, False, True, True),
-        TransformersTarget: (True, False, True, False),
-        ExactTarget: (False, False, True, False),
-        BatchRowsTarget: (False, False, True, False),
-        PlainTarget: (False, False, True, False),
-        LlamaCppTarget: (False, False, False, False),
-    }
-    for kind, properties in expected.items():
-        found = kind.gives_hidden, kind.runs_compiled, kind.shares_module, kind.captures
-        assert found == properties, kind
-
-
 def test_every_path_of_a_target_has_its_promise():
     kinds = [CpuTarget, CudaGraphTarget, ExactTarget, BatchRowsTarget, TransformersTarget, PlainTarget]
     promised = {kind.path: kind.promise.startswith("bit-equal") for kind in kinds}
