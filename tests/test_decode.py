@@ -578,6 +578,44 @@ def test_a_drafted_token_outside_the_vocabulary_is_named(token):
     assert f"between 0 and 39, got {token}" in str(sequence.error)
 
 
+def another_root(root, depth, rows):
+    return TokenTree((root + 1) % 40)
+
+
+def one_row_too_many(root, depth, rows):
+    return TokenTree.of([root, *range(rows)], [-1] + [0] * rows)
+
+
+def one_level_too_deep(root, depth, rows):
+    tree = TokenTree(root)
+    tree.add_candidate([5] * (depth + 1))
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("wrong", "budget"), [(another_root, 1000), (one_row_too_many, 16), (one_level_too_deep, 1000)]
+)
+def test_an_invalid_tree_ends_its_sequence_and_no_other(wrong, budget):
+    class Wrong(Lookahead):
+        def start(self, sequence):
+            state = super().start(sequence)
+            draft = state.draft
+            state.draft = lambda depth, rows, batch: wrong(draft(depth, rows, batch).tokens[0], depth, rows)
+            return state
+
+    engine = Engine(lambda: FakeTarget(40), row_budget=budget)
+    sequences = [engine.add(Request(prompt, Lookahead(5, 4, 5), 30)) for prompt in PROMPTS]
+    broken = engine.add(Request([1, 2], Wrong(5, 4, 5), 30))
+    while engine.busy:
+        engine.step()
+    assert broken.finish_reason == "error"
+    assert isinstance(broken.error, SettingsError)
+    assert "a drafted tree must begin with the last token and have at most" in str(broken.error)
+    assert len(broken.tokens) == 1  # the prefill's
+    for sequence, prompt in zip(sequences, PROMPTS, strict=True):
+        assert sequence.tokens == run(FakeTarget(40), [Request(prompt, Plain(), 30)])[0].tokens
+
+
 def test_a_comparison_with_plain_decoding_needs_a_plain_decoding():
     with pytest.raises(AssertionError, match="plain decoding failed for prompt 0"):
         assert_same_as_autoregressive(FakeTarget(40, lambda prefix: -1), [[1, 2]])

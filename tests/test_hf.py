@@ -13,8 +13,10 @@ from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
     MaxTimeCriteria,
+    StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
 )
 
 import lookahead
@@ -613,8 +615,45 @@ def test_unsupported_arguments_are_refused_by_name():
     with pytest.raises(SettingsError, match="synced_gpus"):
         model.generate(**prompts(1), max_new_tokens=5, custom_generate=generate, synced_gpus=True)
     embeds = model.get_input_embeddings()(inputs["input_ids"])
-    with pytest.raises(SettingsError, match=r"inputs_embeds|empty prompt"):
+    with pytest.raises(SettingsError, match="does not support inputs_embeds; pass input_ids"):
         model.generate(inputs_embeds=embeds, max_new_tokens=5, custom_generate=generate)
+
+
+WATERMARK = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])
+ANOTHER_WAY = "omit it, or call model.generate without custom_generate"
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "message"),
+    [
+        (1, {"penalty_alpha": 0.6}, f"penalty_alpha (contrastive search); {ANOTHER_WAY}"),
+        (1, {"dola_layers": "low"}, f"dola_layers; {ANOTHER_WAY}"),
+        (1, {"constraints": ["a constraint"]}, f"constraints; {ANOTHER_WAY}"),
+        (1, {"force_words_ids": [[11]]}, f"force_words_ids; {ANOTHER_WAY}"),
+        (1, {"prefill_chunk_size": 4}, f"prefill_chunk_size; {ANOTHER_WAY}"),
+        (
+            2,
+            {"watermarking_config": WATERMARK, "do_sample": True},
+            "a SynthID watermark for several sequences; pass one sequence",
+        ),
+        (
+            2,
+            {"past_key_values": lambda config: DynamicCache(config=config)},
+            "past_key_values for several sequences; pass one sequence",
+        ),
+        (
+            1,
+            {"past_key_values": lambda config: StaticCache(config=config, max_cache_len=64)},
+            f"past_key_values of type StaticCache; {ANOTHER_WAY}",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_of_other_loops_are_refused_by_name(batch, options, message):
+    model = model_of()
+    given = {name: value(model.config) if callable(value) else value for name, value in options.items()}
+    with pytest.raises(SettingsError, match=re.escape(f"lookahead.generate does not support {message}")):
+        model.generate(**prompts(batch), max_new_tokens=5, custom_generate=generate, **given)
 
 
 def test_positions_other_than_the_tokens_own_are_refused():
