@@ -278,7 +278,7 @@ def test_rows_are_assumed_nearly_free_on_a_gpu():
     assert CostCurve.typical().cost(64) > 4
 
 
-@pytest.mark.parametrize(("device", "cost"), [("gpu", 1.2), ("cpu", 2.26)])
+@pytest.mark.parametrize(("device", "cost"), [("cuda", 1.2), ("gpu", 1.2), ("cpu", 2.26)])
 def test_a_model_that_cannot_be_measured_has_the_guess_for_its_device(cache, device, cost):
     target = FakeTarget(500, max_positions=64)  # too short for a measurement
     curve = costs._load_or_measure(target, "a", pytest.fail, device)

@@ -45,6 +45,13 @@ def test_a_model_that_ignores_attention_functions_is_refused():
     assert model.config._attn_implementation == before
 
 
+def test_a_model_that_attends_in_chunks_is_refused():
+    model = tiny_model("llama")
+    model.config.attention_chunk_size = 8
+    with pytest.raises(SettingsError, match="LlamaForCausalLM attends in chunks, which the tree attention"):
+        TreeAttention(model, get())
+
+
 def test_a_model_that_does_not_call_it_in_every_layer_is_refused(monkeypatch):
     model = tiny_model("llama")
     monkeypatch.setattr(model.config, "num_hidden_layers", 3)

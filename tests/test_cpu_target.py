@@ -20,10 +20,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lookahead
 from lookahead.core import OutOfMemory, Request, SettingsError, Target, TokenTree
 from lookahead.drafters import Plain
-from lookahead.models.module_families import REGISTRY, Spec, register
+from lookahead.models.blueprint import Unsupported
+from lookahead.models.module_families import REGISTRY, Spec, register, spec_of
 from lookahead.targets.cpu.cpu_target import CpuTarget, PassLogits
 from lookahead.targets.cpu.formats import FORMATS
 from lookahead.targets.cpu.top import top_of_rows
+from lookahead.targets.facts import ModelFacts
 from lookahead.targets.paths import make_target
 from lookahead.testing import assert_same_as_autoregressive, run, tiny_model
 
@@ -417,6 +419,24 @@ def test_a_wrong_spec_is_caught_by_the_comparison(monkeypatch: pytest.MonkeyPatc
     target = make_target(tiny())
     assert target.path == "transformers"
     assert "differ" in target.reason
+
+
+def test_a_spec_of_another_structure_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REGISTRY, "LlamaForCausalLM", Spec(norm="model.last_norm"))
+    target = make_target(tiny())
+    assert target.path == "transformers"
+    assert "LlamaForCausalLM does not have the structure that the compiled path supports (" in target.reason
+    assert "last_norm" in target.reason
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 16), None], ids=["fewer heads", "no keys"])
+def test_layers_with_keys_of_different_shapes_are_not_compiled(shape: tuple[int, int, int] | None) -> None:
+    model = tiny()
+    facts = ModelFacts(model)
+    spec_of(model, facts)
+    facts.shapes[-1] = shape
+    with pytest.raises(Unsupported, match="the compiled path needs the same key shape in all layers"):
+        spec_of(model, facts)
 
 
 FAULTS = {

@@ -15,8 +15,10 @@ import lookahead
 from gguf_damage import Loader, numbers
 from gguf_files import write_gguf
 from lookahead.core import SettingsError
+from lookahead.models.blueprint import Unsupported
 from lookahead.models.gguf import GGUFFile
-from lookahead.models.gguf_settings import check_file
+from lookahead.models.gguf_settings import check_file, read_settings
+from lookahead.models.gguf_sizes import ROUTER
 from lookahead.models.tokenizer import build_tokenizer
 from test_cli import call, refused
 from toy import CHAT
@@ -265,6 +267,7 @@ def test_an_architecture_that_only_transformers_knows(writer):
         ("attention.head_count", np.array([4, 2]), "head_count must be one finite number for all layers"),
         ("attention.head_count", "4", "head_count must be one finite number for all layers, got '4'"),
         ("attention.head_count", 2.5, "head_count must be a whole number of at least 1, got 2.5"),
+        ("attention.head_count_kv", 3, "must be a multiple of attention.head_count_kv, got 4 and 3"),
         ("expert_count", 8, "expert_count must be 0 without the tensor blk.0.ffn_gate_inp.weight"),
         ("attention.layer_norm_rms_epsilon", -1.0, "epsilon of norms must be 0 or more"),
         ("attention.layer_norm_rms_epsilon", float("nan"), "must be one finite number"),
@@ -277,6 +280,53 @@ def test_a_setting_that_cannot_be(key, value, match, whole):
     file.metadata[f"llama.{key}"] = value
     with pytest.raises(SettingsError, match=match):
         check_file(file)
+
+
+def test_heads_that_do_not_divide_the_embedding(whole):
+    file = GGUFFile(whole)
+    del file.metadata["llama.attention.key_length"]
+    file.metadata |= {"llama.attention.head_count": 3, "llama.attention.head_count_kv": 3}
+    words = "embedding_length must be a multiple of attention.head_count, got 256 and 3"
+    with pytest.raises(SettingsError, match=words):
+        check_file(file)
+
+
+def test_experts_are_not_compiled(whole):
+    file = GGUFFile(whole)
+    file.tensors[ROUTER] = file.tensors["output_norm.weight"]
+    with pytest.raises(Unsupported, match="the compiled path does not support mixtures of experts"):
+        read_settings(file)
+
+
+WINDOW, PATTERN = "llama.attention.sliding_window", "llama.attention.sliding_window_pattern"
+
+
+@pytest.mark.parametrize(
+    ("settings", "windows"),
+    [
+        ({WINDOW: 6, PATTERN: 3}, (6, 6, 0, 6, 6, 0, 6)),
+        ({WINDOW: 6, PATTERN: 1}, (0,) * 7),
+        ({WINDOW: 6, PATTERN: np.array([True, False, False] * 2 + [True])}, (6, 0, 0, 6, 0, 0, 6)),
+        ({WINDOW: 0, PATTERN: 3}, (0,) * 7),
+        ({WINDOW: 256}, (0,) * 7),  # as long as the context
+    ],
+    ids=["a period", "a period of one", "each layer", "no window", "a long window"],
+)
+def test_the_layers_with_a_sliding_window(settings, windows, whole):
+    file = GGUFFile(whole)
+    file.metadata |= settings
+    assert read_settings(file).windows == windows
+
+
+def test_a_sliding_window_needs_layers(whole):
+    file = GGUFFile(whole)
+    file.metadata[WINDOW] = 6
+    words = "the file must specify which layers of llama have the sliding window"
+    with pytest.raises(Unsupported, match=words):
+        read_settings(file)
+    file.metadata[PATTERN] = np.array([True] * 3)
+    with pytest.raises(SettingsError, match="the pattern of sliding windows must have 7 layers, got 3"):
+        read_settings(file)
 
 
 # ---------------------------------------------------------------- tokenizers

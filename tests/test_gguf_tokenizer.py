@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 from transformers.tokenization_utils_base import generate_merges
 
+from lookahead.core import SettingsError
 from lookahead.models.gguf import GGUFFile
 from lookahead.models.tokenizer import GGUFTokenizer, build_tokenizer, byte_alphabet, end_tokens, merges_of
 
@@ -320,3 +321,27 @@ def test_merges_are_in_the_order_of_transformers():
 )
 def test_another_kind_is_left_to_transformers(metadata):
     assert build_tokenizer(metadata) is None
+
+
+def refused(words, metadata):
+    with pytest.raises(SettingsError, match=words) as error:
+        build_tokenizer(metadata)
+    assert "\n" not in str(error.value)
+
+
+def test_a_chat_template_must_be_a_string():
+    refused("tokenizer.chat_template must be a string, got 7", SENTENCEPIECE | {"tokenizer.chat_template": 7})
+
+
+def test_sentencepiece_needs_merges_or_scores():
+    metadata = {key: value for key, value in SENTENCEPIECE.items() if key != "tokenizer.ggml.scores"}
+    refused("a SentencePiece vocabulary must have merges or scores, and has neither", metadata)
+
+
+def test_what_the_library_cannot_build_is_said_in_one_line():
+    """Its templates are separated by spaces, so the token that begins a text may have none."""
+    tokens = list(SENTENCEPIECE["tokenizer.ggml.tokens"])
+    tokens[1] = "<s> x"
+    refused(
+        "no tokenizer can be built from its vocabulary: .+", SENTENCEPIECE | {"tokenizer.ggml.tokens": tokens}
+    )

@@ -12,6 +12,7 @@ import lookahead
 from lookahead.core import SettingsError
 from lookahead.drafters import Adaptive, Plain
 from lookahead.learning import hidden_states
+from lookahead.learning.head_data import Positions
 from lookahead.learning.head_learner import HeadLearner
 from lookahead.learning.hidden_states import collect, states_of
 from lookahead.learning.table import MOST_TRIALS
@@ -22,7 +23,7 @@ from lookahead.targets import light_head
 from lookahead.targets.cpu.cpu_target import CpuTarget
 from lookahead.targets.light_head import find_head, own_head_file
 from lookahead.targets.paths import make_target
-from lookahead.testing import tiny_model
+from lookahead.testing import FakeTarget, tiny_model
 from serving import serving
 from test_cli import call, refused
 
@@ -159,6 +160,57 @@ def test_damaged_states_are_computed_again_and_a_damaged_checkpoint_is_said(chat
         SettingsError, match=r"checkpoint.safetensors is not a valid checkpoint .*; delete it"
     ):
         learner.run()
+
+
+class Constant(FakeTarget):
+    """A target whose hidden states consist of one number."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def forward(self, trees):
+        found = super().forward(trees)
+        for scores in found:
+            scores.hidden = lambda node: np.full(4, self.number, np.float32)
+        return found
+
+
+@pytest.mark.parametrize("number", [7e4, -7e4, np.inf, np.nan])
+def test_states_that_do_not_fit_in_float16_are_refused(number):
+    target, text = Constant(number), ([7, 8, 9], [5, 9, 14])
+    with pytest.raises(SettingsError, match="hidden states must be finite and below 65504 to fit in float16"):
+        states_of(target, 4, *text)
+    assert not target.committed  # the slot is free again
+    assert (states_of(Constant(6e4), 4, *text) == 6e4).all()
+
+
+def drawn_positions(texts=20, length=32, vocabulary=40, hidden=32):
+    """Random positions, without files of text and states."""
+    draw, count = np.random.default_rng(0), texts * length
+    positions = object.__new__(Positions)
+    positions.states = [draw.standard_normal((count, hidden)).astype(np.float16)]
+    positions.firsts = np.array([0, count])
+    positions.tokens = draw.integers(0, vocabulary, count)
+    positions.ids = draw.integers(0, vocabulary, (count, 4))
+    positions.probabilities = np.full((count, 4), 0.2, np.float32)
+    positions.bounds = np.arange(0, count, length)[:, None] + [0, length]
+    positions.held_out = np.arange(texts) == 0
+    return positions
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(tmp_path):
+    def rows(tokens):
+        return np.random.default_rng(1).standard_normal((len(tokens), 32)).astype(np.float32)
+
+    settings = TrainSettings(shortlist=16, width=32, batch=16)
+    training = Training(drawn_positions(), rows, rows, 40, settings, tmp_path)
+    assert np.isfinite(training._train(training.starts[:1]))
+    with torch.no_grad():
+        training.network.log_scale.fill_(100.0)
+    with pytest.raises(SettingsError, match="the loss must stay finite; a smaller --rate may help"):
+        training.run()
+    assert training.step == 0
 
 
 def test_other_settings_start_from_the_beginning(chats):
