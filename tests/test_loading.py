@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import lookahead
 from lookahead import loading
 from lookahead.checkpoints import Checkpoint
 from lookahead.core import SettingsError
@@ -20,6 +21,11 @@ def refused(words, call, *arguments):
     with pytest.raises(SettingsError, match=re.escape(words)) as error:
         call(*arguments)
     assert "\n" not in str(error.value)
+
+
+def test_short_names_of_dtypes_are_accepted():
+    assert lookahead.load(lookahead.BUNDLED, dtype="bf16").dtype == "bfloat16"
+    assert lookahead.load(lookahead.BUNDLED, dtype="fp32").dtype == "float32"
 
 
 def test_packed_weights_need_a_class_of_the_compiled_path():

@@ -32,7 +32,8 @@ from .targets.paths import limit_graphs, make_target, probe, warn_about_shortfal
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+#: Names that ``load`` accepts as a dtype -> those of torch.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
 def load(
@@ -288,8 +289,9 @@ def dismiss_ranks(chosen: LoadOptions) -> None:
 def _dtype(dtype: str | torch.dtype) -> str:
     """The name of a torch.dtype, or "auto"."""
     name = str(dtype).removeprefix("torch.")
-    if name not in ("auto", *DTYPES):
-        raise SettingsError(f"dtype must be auto or one of {', '.join(DTYPES)}, got {dtype!r}")
+    name = DTYPES.get(name, name)
+    if name not in ("auto", *DTYPES.values()):
+        raise SettingsError(f"dtype must be auto or one of {', '.join(DTYPES.values())}, got {dtype!r}")
     return name
 
 
