@@ -179,7 +179,8 @@ def test_the_page_of_benchmarks_lists_every_program_and_every_result():
     programs = {
         path.stem
         for path in (ROOT / "benchmarks").glob("*.py")
-        if '__name__ == "__main__"' in path.read_text() and path.stem != "vllm_run"  # started by benchmarks.vllm
+        if '__name__ == "__main__"' in path.read_text()
+        and path.stem != "vllm_run"  # started by benchmarks.vllm
     }
     assert len(programs) > 15
     for name in programs:
