@@ -361,7 +361,7 @@ def steps(given: Sources) -> list[Step]:
     if missing:
         _left_out("trained", why=f"{' and '.join(missing)} must exist; benchmarks/drafters trains them")
     else:
-        plan("trained", 15, "trained", *data, "--text", given.text, "--rows", "4,8,16")
+        plan("trained", 36, "trained", *data, "--text", given.text, "--rows", "4,8,16")
     return planned
 
 
