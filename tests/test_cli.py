@@ -22,6 +22,7 @@ from gguf_files import write_gguf
 from lookahead.cli import app
 from lookahead.cli.adapter import with_options
 from lookahead.cli.command import Command as HelpCommand
+from lookahead.cli.demo import ROUNDS
 from lookahead.drafters import METHODS
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.option import option
@@ -203,9 +204,8 @@ def test_demo_streams_texts_and_prints_a_table(model, llm, tmp_path, monkeypatch
             patched.setattr(lookahead.LLM, name, record(name))
         code, out, err = call("demo", model, "--prompts", tmp_path, *options)
     assert code == 0, err
-    assert order == [
-        (name, drafter) for name in ("generate", "run", "run") for drafter in (None, lookahead.Plain())
-    ]
+    names = ["generate", *["run"] * 2 * ROUNDS]
+    assert order == [(name, drafter) for name in names for drafter in (None, lookahead.Plain())]
     texts = [
         llm.generate([{"role": "user", "content": t}], max_new_tokens=12).text for t in (PROMPT, "hello\nyou")
     ]

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 #: The prompts included in the package.
 PROMPTS = Path(__file__).parent / "demo_prompts"
+#: Runs of a text by each drafter, if both together take at most ``SHORT`` seconds. A single run of a third of a
+#: second shows what else the machine does: the speed-up of one text was 0.91 and 1.08 in two demos.
+ROUNDS = 3
+SHORT = 3.0
 
 
 @with_options(only=("path_or_id", "dtype", "device", "threads"))
@@ -68,11 +72,14 @@ def demo(
         ids = llm.encode(chat_prompt([{"role": "user", "content": text}], llm.tokenizer))
         run = partial(llm.run, [ids], max_new_tokens=max_new_tokens)
         color = sys.stdout.isatty()
-        ours = print_text(run(), color)
+        ours, plain = [print_text(run(), color)], []
         with open(os.devnull, "w") as nowhere:  # so that plain decoding also has the overhead of streaming
-            plain = print_text(run(drafter=Plain()), color, nowhere)
-        equal.append(ours.tokens == plain.tokens)
-        rows.append((path.stem, ours, plain))
+            plain.append(print_text(run(drafter=Plain()), color, nowhere))
+            while len(ours) < ROUNDS and ours[0].seconds + plain[0].seconds < SHORT:
+                ours.append(print_text(run(), color, nowhere))
+                plain.append(print_text(run(drafter=Plain()), color, nowhere))
+        equal.append(all(result.tokens == ours[0].tokens for result in ours + plain))
+        rows.append((path.stem, max(ours, key=_speed), max(plain, key=_speed)))
     _print_table(llm, rows, equal)
     program = "lookahead" if which("lookahead") else f"{os.path.relpath(sys.executable)} -m lookahead"
     note(
@@ -106,5 +113,6 @@ def _print_table(llm: LLM, rows: Sequence[tuple[str, Result, Result]], equal: Se
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     path = rows[0][1].stats.path
     record = environment() | {"model": llm.name, "dtype": llm.dtype, "path": path, "load": load}
-    console.print(f"\n{describe(record)}. Without the prefill. equal: same tokens as plain decoding.")
+    how = f"Without the prefill; short texts: the fastest of {ROUNDS} runs"
+    console.print(f"\n{describe(record)}. {how}. equal: same tokens as plain decoding.")
     console.print(was_busy([record]), style="red")
