@@ -59,14 +59,14 @@ class OpenVino(GGUFPeer):
             self.precision = last
         else:
             sizes.append(last)
-        given = re.fullmatch(r"([1-9]\d*),([1-9]\d*)", sizes[0]) if sizes else None
-        if (sizes and given is None) or len(sizes) > self.lookup:
+        pair = re.fullmatch(r"([1-9]\d*),([1-9]\d*)", sizes[0]) if sizes else None
+        if (sizes and pair is None) or len(sizes) > self.lookup:
             raise SettingsError(
                 f"{name} takes FILE, FILE:{PRECISIONS[0]}, and openvino-lookup also FILE:TOKENS,NGRAM such as "
                 f"{self.file.name}:5,3 or {self.file.name}:5,3:{PRECISIONS[0]}; got {settings!r}"
             )
-        if given is not None:
-            self.tokens, self.ngram = int(given[1]), int(given[2])
+        if pair is not None:
+            self.tokens, self.ngram = int(pair[1]), int(pair[2])
         self.label += f":{settings}"
 
     def _load(self) -> Any:
