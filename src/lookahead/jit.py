@@ -167,6 +167,10 @@ class MachineCode:
         self.address: int = address
 
 
+#: Cached, because numba builds the type of a record anew in each call, in 20 us.
+_type_of = cache(numba.from_dtype)
+
+
 def pack(arrays: Any) -> Any:
     """The addresses, shapes and strides of all arrays of a named tuple, and its integers, for ``unpack_as``.
 
@@ -186,7 +190,7 @@ def pack(arrays: Any) -> Any:
             for each, of in zip(value, parts, strict=True):
                 add(each, of)
         elif isinstance(kind, types.Array):
-            fits = value.ndim == kind.ndim and numba.from_dtype(value.dtype) == kind.dtype
+            fits = value.ndim == kind.ndim and _type_of(value.dtype) == kind.dtype
             if not fits or (kind.layout == "C" and not value.flags.c_contiguous):
                 raise TypeError(f"an array must be {kind}, got {value.dtype} of shape {value.shape}")
             words.extend((value.ctypes.data, *value.shape, *value.strides))

@@ -24,6 +24,7 @@ from .memory import (
     SUFFIX,
     Guesses,
     Memory,
+    TextEnd,
     new_tree,
 )
 from .rows import DISCOUNTS, choose
@@ -115,7 +116,7 @@ class Grower:
         rows = self.size
         self.memory = Memory(
             tree=new_tree(rows, logits.width + BASE_PROPOSALS + OTHER_PROPOSALS),
-            texts=(NO_TEXT, NO_TEXT),
+            texts=self._texts(),
             cache=logits.arrays,
             base=NO_TRIE if table is None else table.trie,
             calibration=self._tables.calibration,
@@ -243,10 +244,13 @@ class Grower:
         memory = self.memory
         for reader, text in zip(self._readers, memory.texts, strict=True):
             if reader is not None and reader.trie.nodes is not text.trie:
-                own, earlier = (NO_TEXT if each is None else each.text for each in self._readers)
-                self.memory = memory = memory._replace(texts=(own, earlier))
+                self.memory = memory = memory._replace(texts=self._texts())
         if memory.cache is not self._tables.logits.arrays:
             self.memory = memory._replace(cache=self._tables.logits.arrays)
+
+    def _texts(self) -> tuple[TextEnd, TextEnd]:
+        own, earlier = (NO_TEXT if reader is None else reader.text for reader in self._readers)
+        return own, earlier
 
     def _catch_up(self) -> bool:
         """Restart in the corpus if another sequence has cleared it. Returns whether it was cleared."""
