@@ -23,7 +23,7 @@ from .console import Interrupted, is_follower, note, problem
 from .demo import demo
 from .doctor import doctor
 from .generate import generate
-from .learn import learn
+from .learn_table import learn
 from .serve import serve
 from .shared import ranks
 from .show import show
