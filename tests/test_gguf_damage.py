@@ -402,7 +402,8 @@ def test_the_fuzzer_finds_what_is_not_checked(whole, tmp_path):
         assert seen[name].kind == "decoded"
         assert seen[name].tokens != expected
     assert seen["attention.head_count"].kind == "traceback"
-    assert seen["feed_forward_length"].kind == "memory"
+    # A native library may end the process where Python would raise MemoryError.
+    assert seen["feed_forward_length"].kind in ("memory", "killed")
 
 
 def test_a_case_follows_from_its_number_alone():
