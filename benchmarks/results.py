@@ -102,7 +102,7 @@ USED_BY = {
                 "demo.py",
                 "demo_prompts/*",
                 "doctor.py",
-                "learn.py",
+                "learn_table.py",
                 "show.py",
                 "trace.html",
                 "train_head.py",
@@ -361,7 +361,7 @@ def steps(given: Sources) -> list[Step]:
     if missing:
         _left_out("trained", why=f"{' and '.join(missing)} must exist; benchmarks/drafters trains them")
     else:
-        plan("trained", 36, "trained", *data, "--text", given.text, "--rows", "4,8,16")
+        plan("trained", 46, "trained", *data, "--text", given.text, "--rows", "4,8,16,64")
     return planned
 
 

@@ -346,7 +346,6 @@ def test_resume_refuses_other_settings_by_name(model, tmp_path):
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[]"], ids=["torn", "not UTF-8", "a list"])
 def test_resume_refuses_settings_that_cannot_be_read(content, tmp_path):
-    """The message says "cannot be written", although the file could not be read."""
     source = prompts(tmp_path / "in.jsonl", {"id": 1, "prompt": "x"}, {"id": 2, "prompt": "y"})
     out = tmp_path / "out.jsonl"
     out.write_text('{"id": 1, "line": 1}\n')
@@ -354,10 +353,13 @@ def test_resume_refuses_settings_that_cannot_be_read(content, tmp_path):
     settings.write_bytes(content)
     command = ("generate", "tiny", "--input", source, "--output", out, "--resume")
     refused(
-        r"the settings of .*out\.jsonl cannot be written to .*out\.jsonl\.settings\.json \(.+\)$", *command
+        r"out\.jsonl\.settings\.json must have the settings of the earlier run, but cannot be read \(.+\); ",
+        *command,
     )
     assert settings.read_bytes() == content
     assert len(lines(out)) == 1
+    assert call(*command, "--mix-settings")[0] == 0
+    assert json.loads(settings.read_text())
 
 
 def test_settings_that_cannot_be_written_are_said(tmp_path):

@@ -283,23 +283,27 @@ def keep_settings(output: Path, settings: dict[str, Any], earlier: bool, mix: bo
         SettingsError: the earlier run had other settings.
     """
     path = output.with_name(output.name + ".settings.json")
+    if earlier and not mix and path.is_file():
+        try:
+            before = dict(json.loads(path.read_text(encoding="utf-8")).items())
+        except (OSError, ValueError, AttributeError) as error:
+            raise SettingsError(
+                f"{path} must have the settings of the earlier run, but cannot be read ({error}); --mix-settings "
+                "replaces it, --overwrite replaces the results too"
+            ) from None
+        changed = [
+            f"{name} was {before.get(name, 'not given')} and is {settings.get(name, 'not given')}"
+            for name in sorted(before.keys() | settings.keys())
+            if before.get(name) != settings.get(name)
+        ]
+        if changed:
+            raise SettingsError(
+                f"--resume needs the settings of the earlier run: {', '.join(changed)}; use the same, or "
+                "--mix-settings to continue with others, or --overwrite to replace the results"
+            )
     try:
-        if earlier and not mix and path.is_file():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            changed = [
-                f"{name} was {before.get(name, 'not given')} and is {settings.get(name, 'not given')}"
-                for name in sorted(before.keys() | settings.keys())
-                if before.get(name) != settings.get(name)
-            ]
-            if changed:
-                raise SettingsError(
-                    f"--resume needs the settings of the earlier run: {', '.join(changed)}; use the same, or "
-                    "--mix-settings to continue with others, or --overwrite to replace the results"
-                )
         path.write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    except (OSError, ValueError, AttributeError) as error:
-        if isinstance(error, SettingsError):
-            raise
+    except OSError as error:
         raise SettingsError(f"the settings of {output} cannot be written to {path} ({error})") from None
 
 
