@@ -3,7 +3,7 @@
     python -m benchmarks.adaptive_run --data FOLDER
     python -m benchmarks.adaptive_run --draw         redraw the plots from the committed figures
 
-Decodes code and maths prompts sequentially, cold for each prompt: with plain decoding, with the budget, and with 64
+Decodes code and maths prompts sequentially, cold for each prompt: with plain decoding, with the default, and with 64
 rows in every step. Draws two plots: rows and tokens of every step; and, over the steps of 64 rows, the share of
 correct drafted children of accepted nodes, by estimated probability. The figures go into one JSON object. Every
 completion is compared with plain decoding.
@@ -44,13 +44,13 @@ class Watched(Drafter):
         levels: for each bin, [drafted children, correct ones, sum of their estimates]; updated.
 
     Attributes:
-        plain: by step, whether it was a plain step.
+        without_tree: by step, whether no tree was grown.
     """
 
     def __init__(self, drafter: Adaptive, levels: list[list[float]]) -> None:
         self.drafter = drafter
         self.levels = levels
-        self.plain: list[bool] = []
+        self.without_tree: list[bool] = []
 
     @property
     def needs_base_table(self) -> bool:
@@ -75,7 +75,7 @@ class WatchedState(DraftState):
     def draft(self, max_depth: int, max_rows: int = 1 << 20, batch: int = 1) -> TokenTree:
         tree = self.drafter.draft(max_depth, max_rows, batch)
         self.estimates = self.drafter.estimates
-        self.watched.plain.append(not self.drafter.estimates)
+        self.watched.without_tree.append(not self.drafter.estimates)
         return tree
 
     def observe(self, tree: TokenTree, scores: Any, path: Sequence[int], tokens: Sequence[int]) -> None:
@@ -113,10 +113,11 @@ def rows_over_time(runs: Sequence[dict[str, Any]]) -> Any:
             total += tokens
             ends.append(total)
         begins = [0, *ends]
-        for number, cooling in enumerate(run["plain_step"][: len(ends)]):
-            if cooling:
-                label = None if number else "cooldown: plain steps"
+        label: str | None = "no tree grown"
+        for number, plain in enumerate(run["without_tree"][: len(ends)]):
+            if plain:
                 axes.axvspan(begins[number], ends[number], color="#e6e6e6", linewidth=0, label=label)
+                label = None
         axes.step(ends, run["rows"], where="post", color=COLOURS[0], linewidth=1.2, label="rows of the step")
         axes.plot(ends, run["tokens"], "o", color=COLOURS[1], markersize=3, label="tokens it gave")
         axes.set_yscale("log", base=2)
@@ -161,7 +162,7 @@ def main() -> None:
     add("--data", help="folder of data sets")
     add("--draw", action="store_true", help="only redraw the plots, from the figures in --out")
     add("--model", help="default: SmolLM2")
-    add("--dtype", default="bfloat16")
+    add("--dtype", default="auto")
     add("--prompts", type=int, default=20)
     add("--new-tokens", type=int, default=128)
     add("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 1.0])
@@ -212,7 +213,7 @@ def main() -> None:
                         "temperature": temperature,
                         "rows": [rows for rows, _ in steps],
                         "tokens": [tokens for _, tokens in steps],
-                        "plain_step": [int(cooling) for cooling in drafter.plain],
+                        "without_tree": [int(plain) for plain in drafter.without_tree],
                         "seconds": seconds,
                         "plain_seconds": plain[2],
                         "equal": sequence.tokens == plain[0].tokens == made["64 rows"][0].tokens,
