@@ -91,3 +91,10 @@ def test_weights_that_do_not_fit_are_said_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
     words = f"{tmp_path} did not fit in memory; use a smaller dtype or model"
     refused(words, checkpoint.read_model, "auto", "cpu")
+
+
+@pytest.mark.parametrize("name", ["trust_remote_code", "local_files_only", "exact"])
+def test_a_switch_is_a_bool_and_not_a_text(name):
+    """The text "false" is true, so it would allow what it forbids."""
+    with pytest.raises(SettingsError, match=f"^{name} must be true or false, got 'false'$"):
+        lookahead.load("tiny", **{name: "false"})

@@ -926,6 +926,22 @@ def test_a_running_request_finishes_during_a_shutdown(llm):
     assert answer["choices"][0]["finish_reason"] == expected.finish_reason
 
 
+def test_an_error_of_the_loop_ends_the_requests_that_wait_for_it(llm, monkeypatch, caplog):
+    with serving(llm) as served:
+        loop = served.server.loop
+
+        def fail(*_):
+            loop._metrics.held = lambda *_: None
+            raise ZeroDivisionError("a bug")
+
+        loop._metrics.held = fail
+        answer = post(served, status=500, max_tokens=12)
+        assert "the server failed (ZeroDivisionError('a bug'))" in answer["error"]["message"]
+        served.wait(lambda: loop.error is not None)
+        assert post(served, status=503)["error"]["code"] == "not_ready"
+        loop.error = None  # or the shutdown would raise it
+
+
 def test_metrics_bear_the_fields_names(served):
     post(served, prompt="x = 1\n" * 12, lookahead={"drafter": "prompt-lookup"}, max_tokens=40)
     page = httpx.get(f"{served.url}/metrics").text

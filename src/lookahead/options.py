@@ -156,8 +156,8 @@ class LoadOptions(MachineOptions):
         YES_OR_NO,
     )
     revision: str | None = option(None, "Revision of a hub id.")
-    trust_remote_code: bool = option(False, "Allow the model's own code to run.")
-    local_files_only: bool = option(False, "Do not use the network.")
+    trust_remote_code: bool = option(False, "Allow the model's own code to run.", YES_OR_NO)
+    local_files_only: bool = option(False, "Do not use the network.", YES_OR_NO)
     prefix_cache: int = prefix_cache_option(0, rule=KEPT)
     parallel_timeout: float | None = option(
         None, "Under torchrun: seconds after which a silent rank is considered hung; the default is 120."

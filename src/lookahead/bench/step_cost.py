@@ -20,7 +20,7 @@ from .record import Record, describe, environment
 from .report import markdown_table
 from .run import Progress
 
-#: Steps of each number of rows; the fastest counts.
+#: Steps of each number of rows; the faster half counts.
 REPEATS = 7
 
 

@@ -19,13 +19,12 @@ from ..core import LookaheadError, SettingsError
 from . import bench
 from .chat import chat
 from .command import Command, without_types
-from .console import Interrupted, is_follower, note, problem
+from .console import Interrupted, is_follower, note, problem, ranks
 from .demo import demo
 from .doctor import doctor
 from .generate import generate
 from .learn_table import learn
 from .serve import serve
-from .shared import ranks
 from .show import show
 from .train_head import train_head
 from .tune import tune

@@ -34,7 +34,12 @@ def stderr() -> Console:
 
 def is_follower() -> bool:
     """Whether torchrun started this process as a rank other than 0."""
-    return "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"
+    return ranks() > 1 and os.environ["RANK"] != "0"
+
+
+def ranks() -> int:
+    """Number of processes started by torchrun; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def note(text: str, style: str = "dim") -> None:

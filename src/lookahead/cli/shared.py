@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ import typer
 from .. import Adaptive
 from ..core import Drafter, SettingsError
 from ..options import LoadOptions
+from .console import ranks
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -49,11 +49,6 @@ def warm_state(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
             state.save(file)
         except OSError as error:
             raise SettingsError(f"--warm must be a writable file, got {file} ({error.strerror})") from None
-
-
-def ranks() -> int:
-    """Number of processes started by torchrun; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def dismiss(load: LoadOptions) -> None:

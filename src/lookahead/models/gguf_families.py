@@ -1,7 +1,7 @@
 """The names of parts and settings in GGUF files, by architecture, as written by llama.cpp's converter.
 
 ``gguf_sizes`` uses these names to check the sizes of a file, ``gguf_settings`` to read its settings, and
-``packed_model`` to make a model.
+``gguf_blueprint`` to make a model.
 
 | architecture | classes | q and k rows | norm weights | settings not in the file |
 |---|---|---|---|---|
@@ -40,7 +40,7 @@ class GGUFNames:
     """The names and properties of a value of ``general.architecture``.
 
     Attributes:
-        model_class: the transformers class, a key of ``architectures.REGISTRY``.
+        model_class: the transformers class, a key of ``module_families.REGISTRY``.
         tensors: part of a ``Spec`` -> tensor name without its ending; ``{layer}`` stands for the layer's number.
         settings: field of the transformers config -> metadata key without the architecture prefix. Keys shared by all
             architectures are not listed.

@@ -1,6 +1,6 @@
 """The settings of a GGUF file, read and checked. Missing settings get llama.cpp's defaults.
 
-This module does not import torch; ``packed_model`` turns the result into a model.
+This module does not import torch; ``gguf_blueprint`` turns the result into a model.
 """
 
 from __future__ import annotations

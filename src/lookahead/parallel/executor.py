@@ -68,12 +68,7 @@ class RankExecutor:
         paths = []
         for slot, tokens in accepted:
             tree = self._trees.pop(slot)
-            path = [0]
-            for token in tokens[1:]:
-                child = tree.child(path[-1], token)
-                if child is None:
-                    break
-                path.append(child)
+            path = [0, *tree.chain(tokens[1:])]
             above = len(self.missing[slot])
             paths.append((slot, [*range(above), *(above + row for row in path)]))
             self.missing[slot] = list(tokens[len(path) :])

@@ -11,7 +11,7 @@ from collections import abc
 from collections.abc import Callable
 from time import monotonic
 
-from ..core import Engine, PassFailed, Request, Sequence, Update
+from ..core import Engine, LookaheadError, PassFailed, Request, Sequence, Update
 from ..llm import LLM
 from .api_errors import Refused
 from .metrics import Metrics
@@ -35,8 +35,8 @@ class EngineThread:
         load: Callable[[], LLM],
         settings: Settings,
         metrics: Metrics,
-        failed: Callable[[], None] = lambda: None,
-        started: Callable[[], None] = lambda: None,
+        failed: Callable[[], None],
+        started: Callable[[], None],
     ) -> None:
         self._load = load
         self._settings = settings
@@ -129,6 +129,8 @@ class EngineThread:
         except BaseException as error:
             self.error = error
             self._failed()
+            if self.engine is not None:
+                self._end_all(self.engine, error)
 
     def _wait_for_work(self, engine: Engine) -> bool:
         """Sleep until there is something to decode. Returns False when the loop must end."""
@@ -164,6 +166,19 @@ class EngineThread:
             elif now - sequence.added >= self._settings.request_timeout:
                 late = f"the request took longer than {self._settings.request_timeout:g} seconds"
                 engine.cancel(sequence, Refused(late, 504, "timeout"))
+
+    def _end_all(self, engine: Engine, error: BaseException) -> None:
+        """End all sequences after an error of the loop, because nothing will decode them."""
+        ended = LookaheadError(f"the server failed ({error!r}); see its log")
+        log.error("the decoding loop failed; all requests end", exc_info=error)
+        with (
+            self._wake
+        ):  # a request that passed the check of ``ready`` before the error is in the queue by now
+            sequences = engine.sequences
+        for sequence in sequences:
+            engine.cancel(sequence, ended)
+        for update in engine.step():
+            self._deliver(engine, update)
 
     def _deliver(self, engine: Engine, update: Update) -> None:
         if update.result is not None:

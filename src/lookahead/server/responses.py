@@ -322,9 +322,8 @@ class ChatAnswer(Answer):
         return self._around(part, entries) | {"delta": delta}
 
     def complete(self, part: Part) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": part.shown or None, "refusal": None}
+        content = part.shown or (None if part.tool_calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if part.tool_calls:
             message["tool_calls"] = part.tool_calls
-        else:
-            message["content"] = part.shown
         return self._around(part, part.entries) | {"message": message}

@@ -364,9 +364,8 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     widen the result.
     """
     saved: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
-    thread = (
-        get_ident()
-    )  # the caller may run the model in another thread, whose calls must not restore these weights
+    # The caller may run the model in another thread, whose calls must not restore these weights.
+    thread = get_ident()
 
     def widen(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if get_ident() != thread:

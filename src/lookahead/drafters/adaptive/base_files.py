@@ -64,15 +64,13 @@ def base_table_of(config: Any, vocabulary: int) -> BaseTable | None:
     return next((table for table in tables if table is not None), None)
 
 
-def usable_table(path: str | os.PathLike[str] | None, vocabulary: int) -> BaseTable | None:
+def usable_table(path: str | os.PathLike[str], vocabulary: int) -> BaseTable | None:
     """The table in a file. If it cannot be used, warn and return None; decoding continues without it.
 
     Args:
-        path: the file; None for no table.
+        path: the file.
         vocabulary: V of the model; 0 if unknown.
     """
-    if path is None:
-        return None
     try:
         table = open_table(path)
         if vocabulary:

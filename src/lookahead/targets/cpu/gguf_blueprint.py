@@ -284,6 +284,12 @@ class _Reader:
         self.file.check_unchanged()
         self.file.release()
 
+    def abandon(self) -> None:
+        """Cancel the packing, because another reader will load the file."""
+        self._packing.shutdown(cancel_futures=True)
+        self._sources.clear()
+        self.file.release()
+
 
 def filled(order: Array, multiple: int) -> Array:
     """An order, padded with -1 to a multiple."""
@@ -304,6 +310,7 @@ def blueprint_of_file(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str
     Raises:
         Unsupported: transformers' reader must load the file; the message is the reason, in one line.
     """
+    reader = None
     try:
         settings = read_settings(file)
         reader = _Reader(file, settings)
@@ -337,6 +344,10 @@ def blueprint_of_file(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str
             angles=reader.angles(),
         )
         reader.finish()
-    except KeyError as error:
-        raise Unsupported(f"the file must have the tensor {error}, and does not") from None
+    except (KeyError, Unsupported) as error:
+        if reader is not None:
+            reader.abandon()
+        if isinstance(error, KeyError):
+            raise Unsupported(f"the file must have the tensor {error}, and does not") from None
+        raise
     return blueprint, settings, reader.decoded

@@ -101,11 +101,6 @@ class Kind:
         """Bytes of the factors of a panel's superblock."""
         return PANEL * 2 * (1 + self.offsets) if self.grouped else 0
 
-    @property
-    def unit(self) -> int:
-        """The inner size must be a multiple of this."""
-        return BLOCK * SUPER if self.grouped else BLOCK
-
     def panel_bytes(self, inner: int) -> int:
         """Bytes of a panel with ``inner`` numbers per output."""
         blocks = -(-inner // BLOCK)

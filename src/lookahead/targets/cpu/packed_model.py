@@ -22,7 +22,7 @@ from .compiled_model import CompiledModel, checked
 from .cpu_target import CpuTarget
 from .formats import ArrayMemory, round_up
 from .gguf_blueprint import blueprint_of_file, filled, new_panels
-from .packed import GROUP, KIND_INDEX, KINDS, PANEL, Kind, PackedLinear, pack_panels
+from .packed import BLOCK, GROUP, KIND_INDEX, KINDS, PANEL, Kind, PackedLinear, pack_panels
 
 if TYPE_CHECKING:
     import torch
@@ -183,7 +183,7 @@ def quantizable(name: str) -> Kind:
 
 def _kind_for(linear: Linear, kind: Kind) -> Kind:
     """The kind that a linear is stored in; F32 if its inner size is not a multiple of a block."""
-    return kind if linear.weight.shape[1] % kind.unit == 0 else KINDS[KIND_INDEX["F32"]]
+    return kind if linear.weight.shape[1] % BLOCK == 0 else KINDS[KIND_INDEX["F32"]]
 
 
 def _quantized_size(linear: Linear, kind: Kind) -> int:
