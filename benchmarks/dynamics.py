@@ -236,7 +236,7 @@ def main() -> None:
     ]
     record = {**where, "model": llm.name, "dtype": llm.dtype, "load": load}
     facts = {"pool": pools, "convergence": blocks, "memory": sizes}
-    write_page(given.out, "Inside a text: pool, convergence, memory", record, facts, body)
+    write_page(given.out, "Within a completion: pool, convergence, memory", record, facts, body)
 
 
 if __name__ == "__main__":

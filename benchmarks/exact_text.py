@@ -260,7 +260,7 @@ def main() -> None:
     loads = [line["load"] for line in lines]
     both["load"] = max(loads)
     require_one_origin(line | both for line in lines)
-    title = "Exact mode: texts that differ, and what it costs"
+    title = "Exact mode: completions that differ, and cost"
     write_page(given.out, title, lines[0] | both | {"path": "transformers"}, lines, body(lines), loads)
 
 

@@ -309,7 +309,7 @@ def main(words: Sequence[str] | None = None) -> None:
         ]
     loads = [record["load"] for record in records]
     shown = records[-1] | {"load": max(loads)}
-    title = "On llama.cpp: our drafters beside its own examples"
+    title = "Our drafters on llama.cpp, compared with its own examples"
     write_page(arguments.out, title, shown, figures, body, loads)
 
 

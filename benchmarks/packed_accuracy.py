@@ -202,7 +202,7 @@ def main(words: Sequence[str] | None = None) -> int:
         markdown_table(columns, rows),
     ]
     record = facts | {"model": file.name, "dtype": packed.dtype, "path": "cpu"}
-    print(write_page(given.out, "What text packed weights give", record, figures, body, loads, tokens=count))
+    print(write_page(given.out, "Accuracy of packed weights", record, figures, body, loads, tokens=count))
     return 0
 
 

@@ -297,7 +297,7 @@ def main() -> None:
     record = {**where, "model": names, "dtype": "packed weights", "load": load}
     write_page(
         given.out,
-        "Packed files: start, memory and steps beside llama.cpp",
+        "Packed files compared with llama.cpp: start, memory and steps",
         record,
         lines,
         [*page(lines), "", peer()],

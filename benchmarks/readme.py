@@ -74,8 +74,9 @@ CHINESE = {
     r", against (.*?) for llama\.cpp\.": r"，llama.cpp 为 \1。",
     r"\*\*First use\*\*: (.*?) once per machine and version, to compile the kernels and measure the cost of steps of "
     r"the model; "
-    r"llama\.cpp is compiled when it is built\.": (
-        r"**首次使用**：每台机器和每个版本一次，\1，用来编译算子并测量该模型的单步耗时；llama.cpp 在构建时就已编译。"
+    r"llama\.cpp has no such step, because it is compiled in advance\.": (
+        r"**首次使用**：每台机器和每个版本一次，\1，用来编译算子并测量该模型的单步耗时；"
+        "llama.cpp 事先编译，没有这一步。"
     ),
     r"Medians with their range, both with the default model's file": "中位数与范围，两者都使用默认模型的文件",
 }
@@ -173,7 +174,7 @@ def behind(found: dict[str, Any]) -> str:
         f"- **Start**: {ours['start']} from the command to the end of a completion of one token{against('start')}.\n"
         f"- **Memory**: {ours['memory']} of resident memory with the default model's file{against('memory')}.\n"
         f"- **First use**: {ours['first use']} once per machine and version, to compile the kernels and measure the "
-        "cost of steps of the model; llama.cpp is compiled when it is built.\n"
+        "cost of steps of the model; llama.cpp has no such step, because it is compiled in advance.\n"
         "- Medians with their range, both with the default model's file ([the page](docs/results/startup.md))."
     )
 

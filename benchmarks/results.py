@@ -335,7 +335,7 @@ def steps(given: Sources) -> list[Step]:
         if has_llama_cpp:
             words = ["--types", "own", "Q4_0", "Q4_K_M", "1B", "--rounds", 9, "--starts", 3]
             plan("packed-step", 5.5, "packed_step", *words)
-    # Inside a text, several sequences, exact mode, transformers and vLLM.
+    # Within a completion, several sequences, exact mode, transformers and vLLM.
     prompts = max(2, 3 * limit // 8)
     plan("dynamics", 1.7 * prompts, "dynamics", *data, "--limit", prompts)
     plan("pass-rate", 3, "pass_rate", *data)

@@ -137,7 +137,7 @@ def main() -> None:
         f"Start: a whole process that emits one token. Memory: the largest resident set while it emits {TOKENS} "
         "tokens. First use: the start with empty caches, once per machine and version: it compiles the kernels and "
         f"measures the cost curve. Medians of {args.rounds} runs, with the smallest and the largest; the programs "
-        "alternate. llama.cpp is compiled when it is built.",
+        "alternate. llama.cpp has no such step, because it is compiled in advance.",
         "",
         markdown_table(["", "start", "memory", "first use"], rows),
     ]

@@ -356,7 +356,11 @@ def main() -> None:
     require_one_origin(lines)
     print(
         write_page(
-            args.out, "Trained and retrieving drafters at equal rows", lines[-1], lines, body(lines, args)
+            args.out,
+            "Trained and retrieval-based drafters at equal rows",
+            lines[-1],
+            lines,
+            body(lines, args),
         )
     )
 

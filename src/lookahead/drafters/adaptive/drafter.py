@@ -31,8 +31,8 @@ class Adaptive(AdaptiveSettings, Drafter):
         max_entries: contexts that a state keeps per table, at least 1000; the oldest are dropped first.
         seed: seed of the random tokens that fill empty positions of the window.
         chain: whether a step has only the best single candidate and no window, for engines that cannot verify trees.
-        head: a light head trained for this model: its path, or "auto" for the one trained on this machine, if any.
-            None for no head.
+        head: a light head trained for this model: its path, or "auto" for the one trained on this machine, or else
+            the one included in this package, if any. None for no head.
         table: the file of a base table for the source "base". None for the one that ``lookahead learn`` made for this
             model on this machine, or else the one included in this package, if any.
         state: statistics that sequences share; None to start every sequence without any.
