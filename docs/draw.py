@@ -167,8 +167,8 @@ def costs(dtype: str = "bf16") -> list[tuple[int, float]]:
 def draw_costs() -> str:
     times = costs()
     first = times[0][1]
-    lines = ["rows of a step    milliseconds    beside one row    a row"]
-    lines += [f"{rows:>14}{ms:>16.1f}{ms / first:>16.2f} x{ms / rows:>9.2f}" for rows, ms in times]
+    lines = ["rows of a step    milliseconds    relative to one row    per row"]
+    lines += [f"{rows:>14}{ms:>16.1f}{ms / first:>21.2f} x{ms / rows:>11.2f}" for rows, ms in times]
     return "\n".join(lines)
 
 
