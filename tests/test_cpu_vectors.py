@@ -39,7 +39,7 @@ from lookahead.targets.cpu.vectors import (
     whole,
     words,
 )
-from test_packed import file_bytes, panels_of, rows_of
+from test_packed import NAMES, file_bytes, panels_of, rows_of
 
 GENERATOR = np.random.default_rng(3)
 
@@ -174,7 +174,7 @@ def call_compiled(address, panel, rows, stride, blocks, count, out):
     call(address, panel, rows, stride, blocks, count, out)
 
 
-@pytest.mark.parametrize("name", [kind.name for kind in KINDS])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_gives_the_same_bits_where_python_runs_it(name):
     kind, inner, count = KINDS[KIND_INDEX[name]], 256, 3
     table, panels = panels_of(name, file_bytes(name, 16, inner), inner)

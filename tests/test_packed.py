@@ -1,6 +1,8 @@
 """Packed weights: every block type decodes as in the gguf package, a product equals that of the decoded
 weights and quantized rows, and a row is bit-identical alone and among 64 rows."""
 
+import os
+
 import gguf
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from lookahead.targets.cpu.packed_gemm import kernel_address, microkernel, quant
 
 #: 40 outputs: the last panel of the second group is empty, the one before it half full.
 INNER, OUTPUTS = 512, 40
-NAMES = [kind.name for kind in KINDS]
+#: All kinds, or those that test_cpu_widths.py names.
+NAMES = os.environ.get("KINDS", " ".join(kind.name for kind in KINDS)).split()
+QUANTIZED = [name for name in NAMES if KINDS[KIND_INDEX[name]].bits <= 8]
 
 
 @njit
@@ -138,7 +142,7 @@ def test_a_row_has_the_same_bits_in_any_company(name):
         np.testing.assert_array_equal(times(table, rows_of(x[:count])[0], count, INNER), alone[:count])
 
 
-@pytest.mark.parametrize("name", [kind.name for kind in KINDS if kind.bits <= 8])
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_the_largest_integer_sums_do_not_overflow(name):
     """All quant bytes are 255, and rows have the largest value of either sign."""
     table, memory = panels_of(name, file_bytes(name, PANEL, INNER), INNER)
