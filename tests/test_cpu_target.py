@@ -10,7 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,7 @@ from lookahead.core import OutOfMemory, Request, SettingsError, Target, TokenTre
 from lookahead.drafters import Plain
 from lookahead.models.blueprint import Unsupported
 from lookahead.models.module_families import REGISTRY, Spec, register, spec_of
+from lookahead.targets.cpu import formats, processor
 from lookahead.targets.cpu.cpu_target import CpuTarget, PassLogits
 from lookahead.targets.cpu.formats import FORMATS
 from lookahead.targets.cpu.top import top_of_rows
@@ -600,3 +603,47 @@ def test_the_best_tokens_of_a_pass_are_those_of_its_logits(dtype):
     assert [logits.argmax(0, r) for r in range(len(ids[0]))] == [
         int(logits.row(0, r).argmax()) for r in range(len(ids[0]))
     ]
+
+
+@pytest.mark.parametrize("path", ["cpu", "transformers"])
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma"])
+def test_a_window_in_the_config_of_a_class_without_windows_has_no_effect(family: str, path: str) -> None:
+    model = tiny(family, sliding_window=5, layer_types=None)
+    ids = prompt(40)
+    (scores,) = make_target(model, path=path).prefill([(0, ids)])
+    with torch.no_grad():
+        expected = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+    assert torch.allclose(scores.row(0).float(), expected, atol=1e-3)
+
+
+def test_a_released_slot_gives_back_the_memory_by_which_it_has_grown() -> None:
+    target = make_target(tiny())
+    assert isinstance(target, CpuTarget)
+    target.prefill([(0, prompt(9))])
+    first = target.cache.storage[0].nbytes
+    target.cache.make_room(0, 1000)
+    assert target.cache.storage[0].nbytes > first
+    target.release(0)
+    assert target.cache.storage[0].nbytes == first
+
+
+def test_memory_that_the_system_refuses_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object, **named: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(formats.mmap, "mmap", refused)
+    with pytest.raises(MemoryError, match="Cannot allocate memory"):
+        formats.ArrayMemory(100)
+
+
+def test_features_that_numba_disables_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor.config, "CPU_FEATURES", None)
+    monkeypatch.setattr(processor.config, "ENABLE_AVX", False)
+    assert not [name for name in processor._features() if name.startswith("avx")]
+
+
+def test_functions_of_other_packages_may_have_no_module() -> None:
+    """numba tells the listener of the compiler's message about every compilation in the process."""
+    names: dict[str, Any] = {}
+    exec("def double(x): return 2 * x", names)
+    assert numba.njit(names["double"])(4) == 8

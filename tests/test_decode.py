@@ -1,5 +1,7 @@
 """The loop on a target in pure Python: exactness, stopping, limits, errors, statistics."""
 
+import gc
+import weakref
 from functools import partial
 from math import isnan
 
@@ -619,3 +621,25 @@ def test_an_invalid_tree_ends_its_sequence_and_no_other(wrong, budget):
 def test_a_comparison_with_plain_decoding_needs_a_plain_decoding():
     with pytest.raises(AssertionError, match="plain decoding failed for prompt 0"):
         assert_same_as_autoregressive(FakeTarget(40, lambda prefix: -1), [[1, 2]])
+
+
+def test_an_error_keeps_nothing_of_the_failed_pass_alive():
+    """Its traceback holds the frames of the pass, whose tensors the next pass may need the room of."""
+
+    class Large:
+        pass
+
+    class Full(FakeTarget):
+        def forward(self, trees):
+            activations = Large()
+            kept.append(weakref.ref(activations))
+            raise OutOfMemory("no room")
+
+    kept = []
+    gc.disable()
+    try:
+        (sequence,) = run(Full(40), [Request([1, 2], Plain(), 30)])
+        assert isinstance(sequence.error, OutOfMemory)
+        assert kept[-1]() is None
+    finally:
+        gc.enable()

@@ -29,7 +29,7 @@ from lookahead.core import NumericalError, OutOfMemory, SettingsError
 from lookahead.drafters import METHODS, Adaptive, Jacobi, Lookahead
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.engine.processors import make_process
-from lookahead.engine.text import TextDecoder
+from lookahead.engine.text import TextDecoder, split_stops
 from lookahead.options import BatchKeywords, BatchOptions, Keywords, LoadOptions, Options
 from test_gguf import KIND, write
 from toy import VOCABULARY, tokenizer
@@ -434,6 +434,7 @@ def test_invalid_prompts_are_refused(llm, prompt, match):
         ({"drafter": {"WINDOW": 5}}, "has no setting 'WINDOW'"),
         ({"temperature": -1}, "temperature must be"),
         ({"temperature": float("nan")}, "temperature must be"),
+        ({"temperature": 1e-38}, "temperature must be 0, which is greedy, or at least 1e-6"),
         ({"top_k": 5}, "top_k needs a temperature above 0"),
         ({"temperature": 1, "top_k": 0}, "top_k must be"),
         ({"temperature": 1, "top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
@@ -448,6 +449,7 @@ def test_invalid_prompts_are_refused(llm, prompt, match):
         ({"stop": b"x"}, "stop must be a non-empty string or a list of them, got b'x'"),
         ({"logits_processor": 3}, "logits_processor must be"),
         ({"bad_words": [""]}, "bad word"),
+        ({"bad_words": [[1 << 20]]}, "bad_words: token ids must be 0 to"),
         ({"bad_words": "foo"}, "bad_words must be a list of strings or of lists of token ids, got 'foo'"),
         ({"bad_words": [40]}, "bad_words must be a list"),
         ({"bad_words": [[-1]]}, "bad_words must be a list"),
@@ -1032,3 +1034,36 @@ def test_adaptive_looks_at_the_model_as_often_as_plain_decoding(monkeypatch):
         llm.generate([[5, 6]] * 4, max_new_tokens=2, drafter=method)
         counts.append(len(seen))
     assert counts[1] <= counts[0] <= 2
+
+
+class WithSpecialTokens:
+    """Two special tokens, and letters. The text of special tokens is skipped, as in transformers."""
+
+    def __init__(self):
+        self.special = {0: "<|end|>", 1: "<|pad|>"}
+
+    def __call__(self, text, add_special_tokens):
+        parts = re.split("(<[|]end[|]>|<[|]pad[|]>)", text)
+        known = {name: token for token, name in self.special.items()}
+        ids = [[known[part]] if part in known else [ord(letter) for letter in part] for part in parts]
+        return SimpleNamespace(input_ids=[token for part in ids for token in part])
+
+    def decode(self, tokens, skip_special_tokens=False, **_):
+        return "".join(
+            "" if token in self.special and skip_special_tokens else self.special.get(token, chr(token))
+            for token in tokens
+        )
+
+
+def test_a_stop_string_that_is_a_special_token_ends_at_this_token():
+    """It is not part of the text, where it would never be found."""
+    assert split_stops(WithSpecialTokens(), ["ab", "<|end|>"]) == (["ab"], {0})
+    with pytest.raises(SettingsError, match="contains a special token"):
+        split_stops(WithSpecialTokens(), ["a<|end|>"])
+
+
+def test_a_vocabulary_of_two_tokens_is_probed_and_decoded():
+    model = tiny_model("llama", vocab_size=2, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    llm = lookahead.LLM(model)
+    plain = llm.generate([0, 1, 1], max_new_tokens=20, drafter="off").tokens
+    assert llm.generate([0, 1, 1], max_new_tokens=20).tokens == plain

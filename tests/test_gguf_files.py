@@ -17,6 +17,7 @@ from gguf_files import (
     reference_model,
     write_gguf,
 )
+from lookahead.models.blueprint import Unsupported
 from lookahead.models.gguf import GGUFFile
 from lookahead.models.gguf_families import GGUF_NAMES
 from lookahead.models.gguf_settings import RotaryTable, read_settings
@@ -165,3 +166,25 @@ def test_gemma_3_270m_runs_on_the_compiled_path(tmp_path):
     )
     assert drafted.tokens == plain.tokens
     assert "dog" in plain.text
+
+
+def test_settings_that_a_file_may_leave_out_or_give_for_each_layer(tiny_gguf):
+    """As llama.cpp reads them: old files of Gemma 2 lack the caps, and Granite 4 has a list of equal head counts."""
+    file = GGUFFile(tiny_gguf("gemma2", MIXED))
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        del file.metadata[f"gemma2.{name}"]
+    read = read_settings(file)
+    assert (read.attention_cap, read.head_cap) == (50.0, 30.0)
+
+    file = GGUFFile(tiny_gguf("granite", MIXED))
+    expected = read_settings(file)
+    counts = np.full(expected.layer_count, expected.key_heads, np.int32)
+    file.metadata["granite.attention.head_count_kv"] = counts
+    assert read_settings(file).key_heads == expected.key_heads
+    counts[-1] += 1
+    with pytest.raises(Unsupported, match="head_count_kv must be the same for all layers"):
+        read_settings(file)
+    file.metadata["granite.attention.head_count_kv"] = expected.key_heads
+    file.metadata["granite.rope.scaling.finetuned"] = False
+    assert any(expected.rotary)
+    assert not any(read_settings(file).rotary)

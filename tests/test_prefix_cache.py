@@ -126,7 +126,7 @@ def test_a_wrapper_hides_no_property_of_its_target():
     target = PrefixTarget(inner, kept=1)
     own = {"keeps_prefixes", "reused"}
     names = [name for name in Target.__annotations__ if not name.startswith("_") and name not in own]
-    assert len(names) == 8
+    assert len(names) == 9
     assert [getattr(target, name) for name in names] == [getattr(inner, name) for name in names]
     target.prefill([(5, [1, 2, 3])])
     assert (target.depth_limit(5), target.positions_left(5)) == (3, 256 - 1 - 3)

@@ -165,7 +165,10 @@ def test_log_probabilities_are_the_targets_own(served):
     assert shown["token_logprobs"][0] is None
     assert shown["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
     assert len(shown["tokens"]) == len(shown["top_logprobs"]) == len(ids)
-    assert shown["text_offset"] == [len("".join(shown["tokens"][:i])) for i in range(len(ids))]
+    special = served.llm.tokenizer.all_special_ids  # they are not in the text
+    parts = ["" if token in special else text for token, text in zip(ids, shown["tokens"], strict=True)]
+    assert "".join(parts) == answer["choices"][0]["text"]
+    assert shown["text_offset"] == [len("".join(parts[:i])) for i in range(len(ids))]
     # An end token is not part of the completion.
     (end,) = served.llm.eos
     ended = post(served, logprobs=1, echo=True, logit_bias={str(end): 100})["choices"][0]

@@ -12,6 +12,7 @@ from lookahead.core import Engine, Request, SettingsError
 from lookahead.drafters import Lookahead, Plain, as_drafter
 from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.server.grammar import Grammars
+from lookahead.server.logprobs import TokenLogProb
 from lookahead.server.prediction import Predicted
 from lookahead.server.protocol import (
     ChatRequest,
@@ -20,6 +21,7 @@ from lookahead.server.protocol import (
     Message,
     TokenizeRequest,
 )
+from lookahead.server.responses import CompletionAnswer
 from lookahead.server.tools import CallReader, messages_of, with_tools
 from lookahead.testing import FakeTarget, run
 from toy import tokenizer
@@ -253,3 +255,33 @@ def test_an_api_key_that_no_client_can_send_is_refused(key, monkeypatch):
     with pytest.raises(SettingsError, match="api_key must be at least 1 character") as error:
         Settings.read()
     assert "s3cret" not in str(error.value)
+
+
+def test_the_likelier_of_two_tokens_with_the_same_text_counts():
+    body = CompletionRequest(prompt="x", logprobs=2)
+    answer = CompletionAnswer(body, "name", [Request([1], Plain(), 4)], None, "")
+    answer.token_text = lambda token: "\ufffd"
+    entry = answer.entry(answer.parts[0], TokenLogProb(5, -0.2, [(5, -0.2), (6, -3.0)]))
+    assert entry["top"] == {"\ufffd": -0.2}
+
+
+class Strips:
+    """Decodes like SentencePiece: the space at the beginning of a text is stripped."""
+
+    all_special_ids = (0,)
+    words = ("<s>", " the", " cat", "s")
+
+    def decode(self, tokens, skip_special_tokens=False, **_):
+        words = (self.words[token] for token in tokens if token or not skip_special_tokens)
+        return "".join(words).removeprefix(" ")
+
+
+def test_token_texts_of_sentencepiece_keep_their_spaces_and_offsets():
+    body = CompletionRequest(prompt="the", logprobs=0, echo=True)
+    answer = CompletionAnswer(body, "name", [Request([0, 1], Plain(), 4)], Strips(), "")
+    assert [answer.token_text(token) for token in range(4)] == ["<s>", " the", " cat", "s"]
+    (part,) = answer.parts
+    part.offset = -answer._stripped(part, "the")
+    entries = [answer.entry(part, TokenLogProb(token, 0.0, [])) for token in (0, 1, 2, 3)]
+    text = "the cats"
+    assert [text[entry["offset"] :] for entry in entries] == ["the cats", "the cats", " cats", "s"]

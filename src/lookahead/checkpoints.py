@@ -363,6 +363,12 @@ def _check_folder(path: Path) -> None:
     """Raise SettingsError if a file of a model's folder is missing or damaged, before anything large is read."""
     from safetensors import SafetensorError, safe_open
 
+    try:
+        listed = sorted(path.iterdir())
+    except OSError as error:
+        raise SettingsError(
+            f"a model directory must be readable, and {path} is not ({error.strerror})"
+        ) from None
     if not (path / "config.json").is_file():
         raise SettingsError(
             f"a model directory must contain config.json and *.safetensors; {path} has no config.json"
@@ -371,7 +377,7 @@ def _check_folder(path: Path) -> None:
     index = path / "model.safetensors.index.json"
     shards = _shards(index) if index.is_file() else sorted(path.glob("*.safetensors"))
     if not shards:
-        others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
+        others = sorted(file.name for file in listed if file.suffix in (".bin", ".pt", ".pth"))
         raise SettingsError(
             f"a model directory must contain its weights as *.safetensors; {path} has "
             + (f"{', '.join(others)}; convert them to safetensors" if others else "no weights")
@@ -381,9 +387,10 @@ def _check_folder(path: Path) -> None:
             with safe_open(str(shard), framework="pt") as file:
                 file.keys()
         except (SafetensorError, OSError, ValueError) as error:
+            size = f" ({shard.stat().st_size} bytes)" if shard.is_file() else ""
             raise SettingsError(
-                f"weights must be complete safetensors files; {shard} ({shard.stat().st_size} bytes) cannot be read "
-                f"({error}); copy or download it again"
+                f"weights must be complete safetensors files; {shard}{size} cannot be read ({error}); copy or "
+                "download it again"
             ) from None
 
 
@@ -392,8 +399,8 @@ def _shards(index: Path) -> list[Path]:
     rule = "an index of weights must be an index of safetensors shards"
     content = _read_json(index, rule)
     names = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(names, dict):
-        raise SettingsError(f"{rule}; {index} has no weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise SettingsError(f"{rule}; {index} has no weight_map of file names")
     shards = [index.parent / name for name in sorted(set(names.values()))]
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:

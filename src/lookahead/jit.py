@@ -363,7 +363,7 @@ class _Compilation(event.Listener):  # type: ignore[misc]
 
     def on_end(self, ended: Any) -> None:
         self._depth -= 1
-        if self._depth == 0 and ended.data["dispatcher"].py_func.__module__.startswith(__package__):
+        if self._depth == 0 and (ended.data["dispatcher"].py_func.__module__ or "").startswith(__package__):
             self._seconds += perf_counter() - self._begin
             if self._seconds > PATIENCE:
                 self.say()

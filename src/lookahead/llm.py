@@ -18,9 +18,9 @@ from .core import UNLIMITED_ROWS, Choose, Engine, Request, Result, SettingsError
 from .drafters import Adaptive, Lookahead, as_drafter
 from .engine.admission import Admission
 from .engine.prefix_cache import with_prefixes
-from .engine.processors import make_process
+from .engine.processors import check_bad_words, make_process
 from .engine.prompts import OnePrompt, Prompt, as_list, encode
-from .engine.text import TextDecoder
+from .engine.text import TextDecoder, split_stops
 from .option import refuse_unknown
 from .options import BatchKeywords, BatchOptions, Keywords, Options, Process
 from .targets.fingerprint import fingerprint, refreshes
@@ -464,6 +464,8 @@ class LLM:
             length = min(length, self.context - len(ids))
         if options.stops and self.tokenizer is None:
             raise SettingsError(f"stop strings need a tokenizer, but {self.tokenizer_error}")
+        stops, stop_tokens = split_stops(self.tokenizer, options.stops)
+        check_bad_words(options, self.vocabulary)
         eos = frozenset() if options.ignore_eos else self.eos
         process = make_process(options, len(ids), eos, self.tokenizer, device)
         noise = None
@@ -479,8 +481,8 @@ class LLM:
             options.drafting(self.drafter),
             length,
             choose,
-            eos,
+            eos | stop_tokens,
             noise=noise,
-            detokenizer=TextDecoder(self.tokenizer, ids, options.stops),
+            detokenizer=TextDecoder(self.tokenizer, ids, stops),
             seed=seed,
         )

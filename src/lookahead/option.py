@@ -170,7 +170,8 @@ COUNT = at_least(1)
 KEPT = at_least(0)
 SHARE = ("above 0 and at most 1", lambda p: _number(p) and 0 < p <= 1)
 WHOLE = ("a whole number or None", _whole)
-NOT_NEGATIVE = ("a number of at least 0; 0 is greedy", lambda t: _number(t) and 0 <= t < inf)
+#: Scores divided by a smaller temperature would not fit into float32.
+TEMPERATURE = ("0, which is greedy, or at least 1e-6", lambda t: _number(t) and (t == 0 or 1e-6 <= t < inf))
 POSITIVE = ("above 0; 1 is neutral", lambda r: _number(r) and 0 < r < inf)
 YES_OR_NO = ("true or false", lambda given: isinstance(given, bool))
 WORDS = (

@@ -24,11 +24,11 @@ from .option import (
     CALLABLES,
     COUNT,
     KEPT,
-    NOT_NEGATIVE,
     POSITIVE,
     SEEDS,
     SHARE,
     STOPS,
+    TEMPERATURE,
     WHOLE,
     WORDS,
     YES_OR_NO,
@@ -208,7 +208,7 @@ class Options(OptionSet):
     temperature: float = option(
         0.0,
         "0 is greedy; above 0 samples.",
-        NOT_NEGATIVE,
+        TEMPERATURE,
         warper=("TemperatureLogitsWarper", 1.0),
         common=True,
     )

@@ -345,9 +345,15 @@ class Chooser(Choose):
         # Copy both from the device at once; float32 represents integers up to 2 ** 24 exactly.
         largest, token = torch.stack((value.float(), best.float())).tolist()
         if not largest > float("-inf"):
+            where = f"at position {self.position}"
             raise NumericalError(
-                "at least one token must have a finite score, but the logits processors returned NaN or excluded "
-                f"every token at position {self.position}; loosen or remove a processor"
+                "at least one token must have a finite score, but "
+                + (
+                    f"the model's logits are NaN or minus infinity {where}"
+                    if self.process is None
+                    else f"the logits processors returned NaN or excluded every token {where}; loosen or remove a "
+                    "processor"
+                )
             )
         return int(token)
 

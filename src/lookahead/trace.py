@@ -96,7 +96,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
                 "version": VERSION,
                 "model": llm.name,
                 "dtype": llm.dtype,
-                "path": llm.path,
+                "path": sequence.stats.path,
                 "drafter": str(request.drafter),
                 "settings": _settings(request.drafter),
                 "seed": request.seed,

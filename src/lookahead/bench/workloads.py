@@ -113,11 +113,12 @@ def prompt_of_row(workload: str, row: Mapping[str, Any], number: int) -> Prompt:
 
 
 def conversation(workload: str, name: str, category: str, turns: Any, references: Any) -> Prompt:
-    """A prompt of several turns. A list of references has one per turn; only the last is kept."""
+    """A prompt of several turns. The reference is a string, or a list of one per turn, of which the last is kept."""
     if isinstance(turns, str) or not turns:
         raise TypeError(f"turns must be a list of at least one string, got {turns!r:.60}")
-    texts = tuple(str(turn) for turn in turns)
-    reference = str(references[-1]) if references else None
+    texts = tuple(text_of(str(turn)) for turn in turns)
+    last = references if isinstance(references, str) or not references else references[-1]
+    reference = str(last) if last else None
     return Prompt(name, workload, texts, f"{texts[0]}\n", category, reference)
 
 
@@ -125,6 +126,7 @@ def text_of(value: Any) -> str:
     """The prompt of a row, validated."""
     if not isinstance(value, str) or not value:
         raise TypeError(f"prompt must be a non-empty string, got {value!r:.60}")
+    value.encode()  # raises ValueError for half of a surrogate pair
     return value
 
 
@@ -169,7 +171,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     if not path.is_file():
         raise SettingsError(f"there is no file {path}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} cannot be read as UTF-8 text: {error}") from error
     is_array = text.lstrip().startswith("[")
@@ -181,6 +183,8 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         except json.JSONDecodeError as error:
             where = f"{path}, line {number + error.lineno - 1}"
             raise SettingsError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+        except (ValueError, RecursionError) as error:  # too many digits, or nested too deeply
+            raise SettingsError(f"{path}, line {number}: not readable JSON ({error})") from error
         if is_array:
             yield from ((f"{path}, entry {entry}", row) for entry, row in enumerate(value, 1))
         else:

@@ -77,7 +77,10 @@ class Commands(TyperGroup):
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the flush at exit would fail again
             if isinstance(error, BrokenPipeError):  # the reader closed the pipe
                 return 1
-            problem(f"the output must be writable: {error.strerror or error}")
+            reason = error.strerror or error
+            problem(
+                f"{error.filename}: {reason}" if error.filename else f"the output must be writable: {reason}"
+            )
             return 2
         except Exception as error:
             # A usage error. Its class differs between typer versions, but always has these two attributes.

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -185,6 +186,8 @@ def step_cost(
     sizes = (numbers(contexts, "--contexts"), numbers(rows, "--rows"))
     records = []
     names = [name.strip() for name in dtype.split(",")]
+    for name in names:
+        replace(load, dtype=name)  # a wrong name is refused before anything is measured
     gguf = Checkpoint(load).gguf if set(names) != {"auto"} else None
     with progress() as show:
         for name in names:

@@ -73,7 +73,8 @@ def demo(
         run = partial(llm.run, [ids], max_new_tokens=max_new_tokens)
         color = sys.stdout.isatty()
         ours, plain = [print_text(run(), color)], []
-        with open(os.devnull, "w") as nowhere:  # so that plain decoding also has the overhead of streaming
+        # Plain decoding is streamed to nowhere, so that it also has the overhead of streaming.
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
             plain.append(print_text(run(drafter=Plain()), color, nowhere))
             while len(ours) < ROUNDS and ours[0].seconds + plain[0].seconds < SHORT:
                 ours.append(print_text(run(), color, nowhere))

@@ -18,7 +18,7 @@ from .. import Adaptive, Plain
 from ..core import LookaheadError, SettingsError
 from ..option import OptionSet, flag_of
 from ..options import DraftOptions, LoadOptions, Options
-from ..records import RecordWriter, drop_torn_line, read_records
+from ..records import RecordWriter, as_line, drop_torn_line, read_records, replacing
 from .adapter import with_options
 from .console import Interrupted, as_record, compared, diverged, is_follower, note, progress_bar, summary
 from .shared import dismiss, load_model, read_bytes, read_text, warm_state
@@ -120,7 +120,7 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
         if task.json:
             plain = llm.generate(prompt, **again)
         else:  # streamed like the first one, because printing between steps evicts the caches
-            with open(os.devnull, "w") as nowhere:
+            with open(os.devnull, "w", encoding="utf-8") as nowhere:
                 plain = print_text(llm.run([prompt], **again), task.color, nowhere)
         comparison = comparing.compare(llm, result, plain)
     if task.json:
@@ -217,8 +217,8 @@ def _job(number: int, line: bytes) -> Job:
 def still_to_do(jobs: Sequence[Job], records: Sequence[dict[str, Any]], output: Path) -> list[Job]:
     """The jobs without a record. A record belongs to the job with the same line, id and prompt.
 
-    If the input has changed, only ids and prompts are compared. Errors, and records of earlier versions, have no hash
-    of the prompt.
+    If the input has changed, only ids and prompts are compared. Records of earlier versions have no hash of the
+    prompt.
 
     Raises:
         SettingsError: the input has changed, and ids are missing or not unique, or a prompt is not the one of the
@@ -252,14 +252,15 @@ def still_to_do(jobs: Sequence[Job], records: Sequence[dict[str, Any]], output: 
                 f"--resume found another prompt with id {job.key[1]} (line {job.line}) than the one with a result in "
                 f"{output}; give every prompt an id of its own, or use --overwrite"
             )
-    return [job for job in jobs if job.key[1] not in {name for _, name in done}]
+    finished = {name for _, name in done}
+    return [job for job in jobs if job.key[1] not in finished]
 
 
 class _Stdout(nullcontext[Any]):
     """Prints records to stdout, without --output."""
 
     def write(self, record: dict[str, Any]) -> None:
-        typer.echo(json.dumps(record, ensure_ascii=False))
+        typer.echo(as_line(record), nl=False)
 
 
 def settings_of(*groups: OptionSet) -> dict[str, Any]:
@@ -270,20 +271,15 @@ def settings_of(*groups: OptionSet) -> dict[str, Any]:
     return cast("dict[str, Any]", json.loads(json.dumps(kept, default=str)))
 
 
-def keep_settings(output: Path, settings: dict[str, Any], earlier: bool, mix: bool) -> None:
-    """Write the settings of a run next to its output, after comparing them with the run that it continues.
+def settings_file(output: Path) -> Path:
+    """The file with the settings of a run, next to its output."""
+    return output.with_name(output.name + ".settings.json")
 
-    Args:
-        output: the results file.
-        settings: those of this run.
-        earlier: whether the output has results of an earlier run.
-        mix: whether to continue even if the settings differ; the file then records the newest settings.
 
-    Raises:
-        SettingsError: the earlier run had other settings.
-    """
-    path = output.with_name(output.name + ".settings.json")
-    if earlier and not mix and path.is_file():
+def check_settings(output: Path, settings: dict[str, Any]) -> None:
+    """Raise SettingsError if the run that this one continues had other settings."""
+    path = settings_file(output)
+    if path.is_file():
         try:
             before = dict(json.loads(path.read_text(encoding="utf-8")).items())
         except (OSError, ValueError, AttributeError) as error:
@@ -301,10 +297,36 @@ def keep_settings(output: Path, settings: dict[str, Any], earlier: bool, mix: bo
                 f"--resume needs the settings of the earlier run: {', '.join(changed)}; use the same, or "
                 "--mix-settings to continue with others, or --overwrite to replace the results"
             )
+
+
+def begin_output(output: Path, settings: dict[str, Any], resume: bool) -> None:
+    """Write the settings, and prepare the output: without ``resume``, it is emptied; otherwise, records of errors are
+    removed, because their prompts are tried again.
+
+    Called once the model has been loaded, so that earlier results are kept if that fails.
+
+    Raises:
+        SettingsError: a file cannot be written.
+    """
+    path = settings_file(output)
     try:
         path.write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"the settings of {output} cannot be written to {path} ({error})") from None
+    if not output.is_file():  # none yet, or a pipe
+        return
+    try:
+        if not resume:
+            output.write_bytes(b"")
+            return
+        drop_torn_line(output)
+        lines = output.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if not line.strip() or "error" not in json.loads(line)]
+        if len(kept) < len(lines):
+            with replacing(output) as temporary:
+                temporary.write_bytes(b"".join(kept))
+    except OSError as error:
+        raise SettingsError(f"{output} must be a writable file ({error.strerror})") from None
 
 
 def run_batch(
@@ -331,8 +353,8 @@ def run_batch(
     source, output = task.input or Path("-"), task.output
     jobs = read_jobs(read_bytes(source, "--input"))
     earlier = [] if output is None else _earlier(source, output, task)
-    if output is not None:
-        keep_settings(output, settings, bool(earlier), task.mix_settings)
+    if output is not None and earlier and not task.mix_settings:
+        check_settings(output, settings)
     todo = jobs if output is None else still_to_do(jobs, earlier, output)
     done = len(jobs) - len(todo)
     if earlier:
@@ -340,11 +362,14 @@ def run_batch(
     if not todo:
         leave()
         if output is not None:
+            begin_output(output, settings, task.resume)
             output.touch()
-    errors = sum("error" in record for record in earlier)
+    errors = 0
     status = 0
     if todo:
         llm = load()
+        if output is not None:
+            begin_output(output, settings, task.resume)
         equal = []
         sink = _Stdout() if output is None else RecordWriter(output, append=True)
         try:
@@ -370,7 +395,7 @@ def run_batch(
 
 
 def _earlier(source: Path, output: Path, task: Task) -> list[dict[str, Any]]:
-    """Prepare the output for appending. Returns its existing records."""
+    """Check the output. Returns its results, without errors, if they are to be continued."""
     if not output.parent.is_dir():
         raise SettingsError(f"--output must be in a folder that exists, got {output}")
     if output.is_dir():
@@ -379,14 +404,11 @@ def _earlier(source: Path, output: Path, task: Task) -> list[dict[str, Any]]:
         raise SettingsError(f"--input and --output must be two files, got {output} for both")
     if task.resume:
         records = read_records(output, "id", "an earlier run, which --resume needs")
-        drop_torn_line(output)
-        return records
-    if output.is_file() and output.stat().st_size:
-        if not task.overwrite:
-            raise SettingsError(
-                f"{output} already has results; give --resume to continue, or --overwrite to replace them"
-            )
-        output.write_bytes(b"")
+        return [record for record in records if "error" not in record]
+    if output.is_file() and output.stat().st_size and not task.overwrite:
+        raise SettingsError(
+            f"{output} already has results; give --resume to continue, or --overwrite to replace them"
+        )
     return []
 
 

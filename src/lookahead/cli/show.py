@@ -37,6 +37,8 @@ def show(
     path = output or file.with_suffix(".html")
     if path.exists() and path.samefile(file):
         raise SettingsError(f"--output must differ from the trace, got {path}")
+    if path.is_file() and path.stat().st_size and TRACE_TAG not in path.read_text("utf-8", errors="replace"):
+        raise SettingsError(f"{path} exists and is not a page of a trace; give another --output")
     if trace.problem:
         note(
             f"note: {file} is not complete ({trace.problem}): the page has its first {trace.steps} steps",

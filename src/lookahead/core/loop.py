@@ -255,7 +255,7 @@ class Engine:
 
     def _admit(self) -> abc.Iterator[Update]:
         """Let waiting sequences join while there is room. Yields an update for each one that cannot."""
-        while self._queue and self.running < self.max_sequences:
+        while self._queue and self.running < self._most_sequences():
             sequence = self._queue.popleft()
             with _ended_by_errors(sequence, "starting the request"):
                 if self.target is None:
@@ -266,6 +266,11 @@ class Engine:
                 self._prefilling.append(sequence)
             if sequence.finish_reason is not None:
                 yield self._update(sequence)
+
+    def _most_sequences(self) -> int:
+        return (
+            self.max_sequences if self.target is None else min(self.max_sequences, self.target.max_sequences)
+        )
 
     def _update(
         self, sequence: Sequence, path: list[int] | None = None, tree: TokenTree | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, field
 from time import monotonic
+from traceback import clear_frames
 from typing import Any, Protocol
 
 from .drafter import Drafter, DraftState, Noise, Start
@@ -228,9 +229,16 @@ class Sequence:
             raise failure("detokenization", error) from error
 
     def fail(self, error: LookaheadError) -> None:
-        """End the sequence with an error. The first error stays."""
+        """End the sequence with an error. The first error stays.
+
+        The frames of the error's traceback are cleared, because those of a failed pass hold its tensors.
+        """
         self.finish_reason = "error"
         self.error = self.error or error
+        cause: BaseException | None = error
+        while cause is not None:
+            clear_frames(cause.__traceback__)
+            cause = cause.__cause__
 
     def close(self) -> Result:
         """Set and return the result of a sequence that has ended."""

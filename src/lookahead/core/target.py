@@ -80,6 +80,7 @@ class Target(Protocol):
         shares_module: whether passes run a torch module that other targets run too, so threads must take turns.
         keeps_prefixes: whether a slot can start with the keys and values of another one (``reuse``), and reused rows
             equal those of a prompt evaluated as a whole.
+        max_sequences: largest number of slots in use at once; the engine lets no more sequences join.
         reused: for each slot in use, the number of prompt tokens that were reused (``engine.prefix_cache``).
     """
 
@@ -92,6 +93,7 @@ class Target(Protocol):
     runs_compiled: bool = False
     shares_module: bool = False
     keeps_prefixes: bool = False
+    max_sequences: int = 1 << 20
     reused: Mapping[int, int] = MappingProxyType({})
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> Sequence[Scores]:
@@ -157,3 +159,4 @@ def adopt_properties(target: Target, inner: Target) -> None:
     target.gives_hidden = inner.gives_hidden
     target.runs_compiled = inner.runs_compiled
     target.shares_module = inner.shares_module
+    target.max_sequences = inner.max_sequences

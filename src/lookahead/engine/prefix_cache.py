@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
+from traceback import clear_frames
 
 from ..core import OutOfMemory, Scores, Target, TokenTree, common_prefix
 from ..core.target import adopt_properties
@@ -50,12 +51,15 @@ class PrefixTarget(Target):
         for slot, prompt in prompts:
             try:
                 scores += self._prefill(slot, prompt)
-            except OutOfMemory:
+                continue
+            except OutOfMemory as error:
                 if not self._idle:
                     raise
-                self.release(slot)
-                self._keep_idle(0)
-                scores += self._prefill(slot, prompt)
+                clear_frames(error.__traceback__)
+            # Outside of the handler, which would keep the tensors of the failed pass.
+            self.release(slot)
+            self._keep_idle(0)
+            scores += self._prefill(slot, prompt)
         return scores
 
     def _prefill(self, slot: int, prompt: Sequence[int]) -> Sequence[Scores]:
@@ -100,11 +104,12 @@ class PrefixTarget(Target):
         inner = [(self._slots[slot], tree) for slot, tree in trees]
         try:
             return self._target.forward(inner)
-        except OutOfMemory:
+        except OutOfMemory as error:
             if not self._idle:
                 raise
-            self._keep_idle(0)
-            return self._target.forward(inner)
+            clear_frames(error.__traceback__)
+        self._keep_idle(0)
+        return self._target.forward(inner)
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
         self._target.commit([(self._slots[slot], path) for slot, path in paths])

@@ -9,10 +9,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..core import SettingsError
+
 INCOMPLETE = "\ufffd"
 #: A character has at most 4 bytes. A longer run without a complete character is not text and is released as it is.
 LONGEST_WINDOW = 32
 CONTEXT = 6
+
+
+def split_stops(tokenizer: Any, stops: Sequence[str]) -> tuple[list[str], frozenset[int]]:
+    """The stop strings to find in the text, and those that are special tokens, which are not part of it.
+
+    Raises:
+        SettingsError: a stop string contains a special token and other text.
+    """
+    strings = list[str]()
+    tokens = set[int]()
+    for stop in stops:
+        ids = list(tokenizer(stop, add_special_tokens=False).input_ids)
+        special = [token for token in ids if not tokenizer.decode([token], skip_special_tokens=True)]
+        if not any(tokenizer.decode([token]) for token in special):
+            strings.append(stop)
+        elif len(ids) == 1:
+            tokens.update(ids)
+        else:
+            raise SettingsError(
+                f"stop: {stop!r} contains a special token, which is not part of the text; give that token as a stop "
+                "of its own"
+            )
+    return strings, frozenset(tokens)
 
 
 class TextDecoder:

@@ -115,6 +115,22 @@ def check_output(file: Path) -> None:
     if file.is_dir():
         raise SettingsError(f"--output must be a file, got the folder {file}")
     check_folder(file.absolute().parent)
+    if file.is_file() and file.stat().st_size and not _was_learned(file):
+        raise SettingsError(
+            f"{file} exists and is neither a base table nor a light head; give another --output"
+        )
+
+
+def _was_learned(file: Path) -> bool:
+    """Whether a file is a base table or a light head, which may be replaced."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "numpy") as content:
+            about = content.metadata() or {}
+            return "learned" in about or about.get("format", "").startswith("lookahead ")
+    except (SafetensorError, OSError):
+        return False
 
 
 def check_same_model(target: Target, folder: Folder) -> None:

@@ -89,6 +89,8 @@ def read_settings(file: GGUFFile) -> GGUFSettings:
     sizes = read_sizes(read)
     slides, window = _window(read, sizes)
     tables, rotary = _rotary(read, sizes, slides)
+    # Files of Gemma 2 before June 2024 lack the caps, which llama.cpp then sets to these values.
+    caps = (50.0, 30.0) if architecture == "gemma2" else (0.0, 0.0)
     epsilon = read.setting("norm_eps", 1e-5)
     if epsilon < 0:
         raise contradiction(file, f"the epsilon of norms must be 0 or more, got {epsilon}")
@@ -97,8 +99,8 @@ def read_settings(file: GGUFFile) -> GGUFSettings:
         names=names,
         epsilon=epsilon,
         scale=_scale(read, sizes),
-        attention_cap=read.setting("attn_logit_softcapping", 0.0),
-        head_cap=read.setting("final_logit_softcapping", 0.0),
+        attention_cap=read.setting("attn_logit_softcapping", caps[0]),
+        head_cap=read.setting("final_logit_softcapping", caps[1]),
         embedding_factor=read.setting("embedding_multiplier", 0.0)
         or (math.sqrt(sizes.hidden) if names.scaled_embedding else 1.0),
         residual_factor=read.setting("residual_multiplier", 0.0) or 1.0,
@@ -150,8 +152,12 @@ def _rotary(
 ) -> tuple[tuple[RotaryTable, ...], tuple[int, ...]]:
     """``GGUFSettings.tables`` and ``GGUFSettings.rotary``."""
     rotates = [read.names.rotates(layer) for layer in range(sizes.layer_count)]
+    if read.architecture == "granite" and not read.get("rope.scaling.finetuned", True):  # as in llama.cpp
+        rotates = [False] * sizes.layer_count
     if not any(rotates):
         return (), (0,) * sizes.layer_count
+    if sizes.head_size % 2:
+        raise Unsupported(f"heads with rotary positions must have an even size, got {sizes.head_size}")
     kind = read.get("rope.scaling.type", "linear")  # as in llama.cpp
     if not isinstance(kind, str) or kind not in ("none", "linear"):
         raise Unsupported(

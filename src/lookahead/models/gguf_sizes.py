@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..core import SettingsError
+from .blueprint import Unsupported
 from .gguf import GGUFFile
 from .gguf_families import FACTORS_BY_LENGTH, FREQUENCY_FACTORS, GGUFNames
 
@@ -96,8 +97,16 @@ class Metadata:
         return self.file.metadata.get(f"{self.architecture}.{key}", default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number by its key."""
+        """A finite number by its key; an array must have the same number for every layer.
+
+        Raises:
+            Unsupported: the array has different numbers.
+        """
         value = self.get(key, default)
+        if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iuf":
+            if (value != value[0]).any():
+                raise Unsupported(f"{self.architecture}.{key} must be the same for all layers")
+            value = value[0].item()
         if value is None:
             raise contradiction(self.file, f"it must have {self.architecture}.{key}, and does not")
         if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:

@@ -38,6 +38,11 @@ def _one_window(config: Any, layer: int) -> int:
     return getattr(config, "sliding_window", None) or 0
 
 
+def _no_window(config: Any, layer: int) -> int:
+    """No window, in classes that have none, whatever ``sliding_window`` the config has."""
+    return 0
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """The parts of a class, as attribute paths, and the fields of its config that the pass reads.
@@ -113,7 +118,7 @@ _OLMO2 = replace(
 )
 #: transformers class -> spec.
 REGISTRY: dict[str, Spec] = {
-    "LlamaForCausalLM": Spec(),
+    "LlamaForCausalLM": Spec(window=_no_window),
     "MistralForCausalLM": Spec(window=_one_window),
     "Qwen2ForCausalLM": Spec(),
     "Qwen3ForCausalLM": _QWEN3,
@@ -122,11 +127,12 @@ REGISTRY: dict[str, Spec] = {
         embedding_multiplier="embedding_multiplier",
         residual_multiplier="residual_multiplier",
         logits_divisor="logits_scaling",
+        window=_no_window,
     ),
-    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo2ForCausalLM": replace(_OLMO2, window=_no_window),
     "Olmo3ForCausalLM": _OLMO2,
     "Phi3ForCausalLM": Spec(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj", window=_one_window),
-    "GemmaForCausalLM": Spec(norm_offset=1.0),
+    "GemmaForCausalLM": Spec(norm_offset=1.0, window=_no_window),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": replace(
         _GEMMA2, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm", attention_cap=""
@@ -148,6 +154,7 @@ REGISTRY: dict[str, Spec] = {
         down="mlp.c_proj",
         activation="activation_function",
         rotates=lambda config, layer: False,
+        window=_no_window,
     ),
 }
 

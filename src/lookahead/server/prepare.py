@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -130,6 +131,9 @@ class Preparer:
         if schema is not None and call is not None:
             raise SettingsError("tool_choice: a required tool and a response_format are mutually exclusive")
         self._check_choices(body, 1)
+        limits = {body.max_tokens, body.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise SettingsError("max_tokens: must equal max_completion_tokens if both are given")
         requests = self._requests(
             body,
             [self.chat_tokens(messages_of(body.messages), offered(body), body.reasoning_effort)],
@@ -166,10 +170,10 @@ class Preparer:
     def _check_choices(self, body: Generating, prompts: int) -> None:
         """Reject a request for too many completions, before its prompts are encoded."""
         choices = (body.n or 1) * prompts
-        if choices > self.settings.max_choices:
-            raise SettingsError(
-                f"n: a request may have at most {self.settings.max_choices} completions, got {choices}"
-            )
+        settings = self.settings
+        most = min(settings.max_choices, settings.max_concurrent + settings.max_queue)
+        if choices > most:
+            raise SettingsError(f"n: a request may have at most {most} completions, got {choices}")
 
     def _requests(
         self,
@@ -267,7 +271,8 @@ class Preparer:
                 f"prediction: must have at most {self.context} tokens, this server's limit for prompt and answer "
                 f"together, got {len(ids)}; shorten it"
             )
-        return ids
+        # A tokenizer may have more tokens than the model, which never emits them.
+        return list(takewhile(lambda token: token < self.llm.vocabulary, ids))
 
     def _drafting(self, requested: LookaheadFields | None) -> Drafter:
         """The drafter of a request, within the server's limits."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from ray import serve
 
+from ..core import SettingsError
 from .app import create_app
 from .settings import Settings
 
@@ -26,15 +27,22 @@ def build(arguments: dict[str, Any] | None = None) -> Any:
         SettingsError: an unknown setting, or an invalid value.
     """
     given = dict(arguments or {})
+    unused = sorted({"host", "port", "shutdown_timeout"} & given.keys())
+    if unused:
+        raise SettingsError(
+            f"{unused[0]} has no effect in Ray Serve, whose proxy listens; configure Ray instead"
+        )
     scaling = {
-        name: kind(given.pop(name, default))
+        name: _number(name, kind, given.pop(name, default))
         for name, kind, default in (
             ("min_replicas", int, 1),
             ("max_replicas", int, 4),
             ("target_ongoing_requests", float, 8),
         )
     }
-    resources = {name: float(given.pop(name)) for name in ("num_cpus", "num_gpus") if name in given}
+    resources = {
+        name: _number(name, float, given.pop(name)) for name in ("num_cpus", "num_gpus") if name in given
+    }
     settings = Settings.read(given)
     # Each replica creates its own application, which is ready once its model is.
     replica = serve.deployment(
@@ -44,3 +52,10 @@ def build(arguments: dict[str, Any] | None = None) -> Any:
         max_ongoing_requests=settings.max_concurrent + settings.max_queue,
     )(serve.ingress(lambda: create_app(settings, wait=True))())
     return replica.bind()
+
+
+def _number(name: str, kind: type[int] | type[float], given: Any) -> float:
+    try:
+        return kind(given)
+    except (TypeError, ValueError):
+        raise SettingsError(f"{name} must be a number, got {given!r}") from None

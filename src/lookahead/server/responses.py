@@ -153,11 +153,16 @@ class Answer:
         return shown
 
     def token_text(self, token: int) -> str:
-        """The text of a single token."""
+        """The text of a token within a completion."""
         if self.tokenizer is None:
             return f"token_id:{token}"
         if token not in self._texts:
-            self._texts[token] = str(self.tokenizer.decode([token]))
+            # Decoders of SentencePiece strip the space at the beginning of a text, but not before a second token.
+            once, twice = (
+                str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+                for tokens in ([token], [token, token])
+            )
+            self._texts[token] = twice[len(once) :] if twice.startswith(once) else once
         return self._texts[token]
 
     def whole(self) -> dict[str, Any]:
@@ -237,9 +242,12 @@ class CompletionAnswer(Answer):
 
     def entry(self, part: Part, entry: TokenLogProb) -> dict[str, Any]:
         text = self.token_text(entry.token)
-        offset, part.offset = part.offset, part.offset + len(text)
-        top = {self.token_text(token): value for token, value in entry.top}
-        return {"token": text, "logprob": entry.logprob, "top": top, "offset": offset}
+        # Special tokens are not in the text.
+        length = 0 if entry.token in getattr(self.tokenizer, "all_special_ids", ()) else len(text)
+        offset, part.offset = part.offset, part.offset + length
+        # Tokens may have the same text, such as parts of characters; the likeliest counts.
+        top = {self.token_text(token): value for token, value in reversed(entry.top)}
+        return {"token": text, "logprob": entry.logprob, "top": top, "offset": max(0, offset)}
 
     def _logprobs(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
         if self.body.logprobs is None:
@@ -263,14 +271,22 @@ class CompletionAnswer(Answer):
     def complete(self, part: Part) -> dict[str, Any]:
         text, entries = part.shown, part.entries
         if self.body.echo:
-            text = self._prompt(part) + text
+            prompt = self._prompt(part)
+            text = prompt + text
             if part.logprobs is not None:
-                part.offset = 0
+                part.offset = -self._stripped(part, prompt)
                 first = self.entry(part, TokenLogProb(part.request.prompt[0], 0.0, []))
                 before = [self.entry(part, entry) for entry in part.logprobs.prompt]
                 entries = [first | {"logprob": None, "top": None}, *before]
                 entries += self._entries(part, part.logprobs.tokens)
         return self.delta(part, text, entries)
+
+    def _stripped(self, part: Part, prompt: str) -> int:
+        """The number of spaces that the decoder strips at the beginning of the prompt."""
+        special = getattr(self.tokenizer, "all_special_ids", ())
+        first = next((token for token in part.request.prompt if token not in special), None)
+        begin = "" if first is None else self.token_text(first)
+        return 1 if begin.startswith(" ") and not prompt.startswith(" ") else 0
 
 
 class ChatAnswer(Answer):

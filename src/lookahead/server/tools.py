@@ -11,6 +11,7 @@ import uuid
 from typing import Any
 
 from ..core import SettingsError
+from ..core.errors import first_line
 from .protocol import ChatRequest, Message, NamedTool, plain
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -55,7 +56,10 @@ def offered(request: ChatRequest) -> list[dict[str, Any]]:
     """The tools that may be called, in the format of chat templates."""
     if not request.tools or request.tool_choice == "none":
         return []
-    return [tool.model_dump(exclude_none=True) for tool in request.tools]
+    try:
+        return [tool.model_dump(exclude_none=True) for tool in request.tools]
+    except ValueError as error:  # pydantic's limit of depth
+        raise SettingsError(f"tools: must not be nested so deeply ({first_line(error)})") from None
 
 
 def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:

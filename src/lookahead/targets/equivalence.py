@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..core import Target, TokenTree
+from ..core import SettingsError, Target, TokenTree
 from .attention_hook import mask_compatible_attention
 from .facts import PassFacts
 from .fingerprint import remember
@@ -69,6 +69,8 @@ def trial_tree(token: int, vocabulary: int) -> TokenTree:
 
 
 def _tree(ids: Sequence[int], vocabulary: int, parents: Sequence[int]) -> TokenTree:
+    if vocabulary < 2:
+        raise SettingsError("a model must have a vocabulary of at least two tokens, got one")
     tree = TokenTree(ids[0])
     for row, parent in enumerate(parents, 1):
         token = ids[row]
@@ -164,7 +166,9 @@ class Trial:
         """The negative control of slot 0's first tree: two rows have another parent at the same depth, and one row is
         off by one position."""
         tokens = self.trees[0][0].tokens
-        wrong = _tree(tokens, self.vocabulary, [0, 1, 2, 0, 1, 1, 2])
+        wrong = _tree(
+            range(len(tokens)), len(tokens), [0, 1, 2, 0, 1, 1, 2]
+        )  # a small vocabulary has no third child
         wrong.tokens = list(tokens)
         wrong.depths[3] += 1
         return wrong

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from traceback import clear_frames
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,8 @@ class ExactTarget(TransformersTarget):
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         """Evaluate all rows of all trees in passes of R rows. Ancestors precede their descendants, so they are in the
         same pass or an earlier one."""
-        self._check_rope(trees)
+        if len(trees) > 1 and self._one_at_a_time(trees):
+            return [self.forward([pair])[0] for pair in trees]
         rows: list[Row] = []
         for slot, tree in trees:
             length = self.lengths[slot]
@@ -199,11 +201,14 @@ class _CapturedPass:
             if found:
                 raise RuntimeError(f"a pass waits for the device in {found[0]}")
             target.attention.checked_for_host_reads = True
+        captured: Any = None
         try:
-            captured: Any = target.graphs.capture(lambda: target.evaluate(self.numbers, pages))
+            captured = target.graphs.capture(lambda: target.evaluate(self.numbers, pages))
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
+            clear_frames(error.__traceback__)
+        if captured is None:
             # Only a replay may produce output, so this pass needs its graph more than the others need theirs.
             target.graphs.drop_passes()
             captured = target.graphs.capture(lambda: target.evaluate(self.numbers, pages))

@@ -57,6 +57,8 @@ ONE_MASK = (
     "qwen3_moe",
     "starcoder2",
 )
+#: Model types whose classes have no window, whatever ``sliding_window`` the config has.
+WITHOUT_WINDOW = ("gemma", "gpt2", "granite", "llama", "olmo2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,13 @@ class LayerKinds:
     @classmethod
     def of(cls, config: Any) -> LayerKinds:
         """The kinds of a text config."""
-        window = getattr(config, "sliding_window", None) or 0
+        window = 0 if config.model_type in WITHOUT_WINDOW else getattr(config, "sliding_window", None) or 0
         chunk = getattr(config, "attention_chunk_size", None) or 0
-        types = None if config.model_type in ONE_MASK else getattr(config, "layer_types", None)
+        types = (
+            None
+            if config.model_type in (*ONE_MASK, *WITHOUT_WINDOW)
+            else getattr(config, "layer_types", None)
+        )
         kinds = tuple(dict.fromkeys(types or ()))
         return cls(kinds or (("sliding_attention",) if window else ("full_attention",)), window, chunk)
 

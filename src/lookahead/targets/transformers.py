@@ -8,7 +8,7 @@ runs only on rows whose logits are needed. A single row of a single sequence nee
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from threading import get_ident
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ..core import OutOfMemory, Scores, SettingsError, Target, TokenTree
+from ..core import OutOfMemory, Scores, Target, TokenTree
 from ..core.target import BIT_EQUAL, UP_TO_ROUNDING
 from .attention_hook import mask_compatible_attention
 from .cache import StoredTarget
@@ -140,34 +140,37 @@ class TransformersTarget(StoredTarget):
         scores: list[Scores] = []
         for slot, prompt in prompts:
             start = self.lengths.get(slot, 0)
-            rest = TokenTree.of(prompt[start:], range(-1, len(prompt) - start - 1))
+            rest = list(prompt[start:])
             positions = torch.arange(start, len(prompt))[None]
             with memory_errors(f"a prompt of {len(prompt)} tokens"):
                 self.cache.place([slot], [start], len(rest))
-                with self._visibility([rest], [start], positions) if start else nullcontext() as mask:
-                    logits = self._call(torch.tensor([rest.tokens]), positions, mask, [len(rest) - 1])
+                visible: AbstractContextManager[Any] = nullcontext()
+                if start:
+                    chain = TokenTree.of(rest, range(-1, len(rest) - 1))
+                    visible = self._visibility([chain], [start], positions)
+                with visible as mask:
+                    logits = self._call(torch.tensor([rest]), positions, mask, [len(rest) - 1])
             self.lengths[slot] = len(prompt)
             scores.append(LogitsRows(logits, 0))
         return scores
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
-        """Evaluate all trees in one pass, or each in a separate pass if the model's bias has no batch axis."""
-        self._check_rope(trees)
+        """Evaluate all trees in one pass, or each in a separate pass if they cannot share one."""
         rows = max(len(tree) for _, tree in trees)
-        alibi = self.facts.alibi
         with memory_errors(f"a step of {rows} rows for {len(trees)} sequences"):
-            if alibi is not None and alibi.one_sequence_only:
+            if self._one_at_a_time(trees):
                 return [self._pass([pair])[0] for pair in trees]
             return self._pass(trees)
 
-    def _check_rope(self, trees: Sequence[tuple[int, TokenTree]]) -> None:
+    def _one_at_a_time(self, trees: Sequence[tuple[int, TokenTree]]) -> bool:
+        """Whether these sequences need separate passes.
+
+        The model's bias may have no batch axis. A pass also uses one set of rotary frequencies, so sequences on
+        either side of a change cannot share it.
+        """
+        alibi = self.facts.alibi
         longest = max(self.lengths[slot] for slot, _ in trees)
-        if len(trees) > 1 and longest + 1 >= self.facts.rope_boundary:
-            # A pass uses one set of rotary frequencies, so sequences on either side of the change cannot share it.
-            raise SettingsError(
-                f"this model's rotary positions ({self.facts.rope_type}) change at {self.facts.rope_boundary} "
-                f"tokens and one sequence has {longest}; such sequences must be decoded one at a time"
-            )
+        return (alibi is not None and alibi.one_sequence_only) or longest + 1 >= self.facts.rope_boundary
 
     def _pass(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         slots = [slot for slot, _ in trees]

@@ -87,7 +87,8 @@ class LlamaCppTarget(Target):
         self._lease = contexts.lease()
         # Not at exit, where finalizers run newest first, so a larger context would be freed before its lease ends.
         weakref.finalize(self, self._lease.end).atexit = False
-        self._free = list(range(self._weights.sequences))[::-1]
+        self.max_sequences = self._weights.sequences
+        self._free = list(range(self.max_sequences))[::-1]
         self._slots: dict[int, Slot] = {}
         self._last: weakref.ref[BorrowedLogits] | None = None
 

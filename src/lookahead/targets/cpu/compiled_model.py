@@ -246,6 +246,8 @@ class CompiledModel:
             shape = *angles.shape[:2], self.head_size // 2
             table = np.stack([np.ones(shape, np.float32), np.zeros(shape, np.float32)], -1)
             table[:, :, : angles.shape[2]] = angles
+            if self._angles.size:
+                table[:, : self._angles.shape[1]] = self._angles  # no bit of a position ever changes
             self._angles = table
         return table
 

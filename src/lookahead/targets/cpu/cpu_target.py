@@ -212,6 +212,8 @@ class CpuTarget(StoredTarget):
         return [(tensor_of(keys), tensor_of(values)) for keys, values in layers]
 
     def release(self, slot: int) -> None:
+        if self.lengths.get(slot):
+            self.cache.free(slot)
         super().release(slot)
         if not self.lengths:
             self._recycle()

@@ -345,6 +345,11 @@ class KVCache(KVStorage):
             self.storage[slot] = new = np.zeros((layers, heads, capacity, size), self._dtype)
             new[:, :, :have] = old
 
+    def free(self, slot: int) -> None:
+        """Free the memory by which a slot has grown."""
+        if self.storage[slot].shape != self._shape:
+            self.storage[slot] = np.zeros(self._shape, self._dtype)
+
     def layout(self, slot: int) -> tuple[int, int, int]:
         """Address of a slot's memory, bytes from layer to layer, and bytes from head to head."""
         array = self.storage[slot]

@@ -136,13 +136,19 @@ class ArrayMemory:
     """Contiguous memory of ``size`` bytes for many arrays, each of which starts on a cache line.
 
     It uses huge pages if the system provides them, because fewer pages cause fewer stalls.
+
+    Raises:
+        MemoryError: the system has no room.
     """
 
     def __init__(self, size: int) -> None:
         # One extra huge page is for alignment, the other because kernels read a little past the last weight.
         # It is private, because forked processes would overwrite each other's rows in shared memory.
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-        self._map = mmap.mmap(-1, size + 2 * LARGE_PAGE, **private)
+        try:
+            self._map = mmap.mmap(-1, size + 2 * LARGE_PAGE, **private)
+        except OSError as error:
+            raise MemoryError(f"{size} bytes ({error.strerror})") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # the system has no huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)

@@ -14,7 +14,11 @@ def _features() -> dict[str, bool]:
     """Features of the processor that numba compiles for, which is this one unless numba's settings name another."""
     if config.CPU_FEATURES is not None:
         return {name[1:]: name.startswith("+") for name in config.CPU_FEATURES.split(",") if name}
-    return {} if config.CPU_NAME == "generic" else dict(binding.get_host_cpu_features())
+    found = {} if config.CPU_NAME == "generic" else dict(binding.get_host_cpu_features())
+    # With NUMBA_ENABLE_AVX=0, numba compiles without these.
+    return (
+        found if config.ENABLE_AVX else {name: on for name, on in found.items() if not name.startswith("avx")}
+    )
 
 
 _FEATURES = _features()
