@@ -198,3 +198,18 @@ def test_a_missing_file_says_where_to_put_it_and_where_it_comes_from(tmp_path):
         load_any("gsm8k")
     with pytest.raises(SettingsError, match=r"data folder .* does not exist"):
         load_workload("gsm8k", data=tmp_path / "absent")
+
+
+def test_a_reference_may_be_a_string_and_a_file_may_begin_with_a_mark(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"turns": ["a", "b"], "reference": "the end"}).encode())
+    (prompt,) = load_any(str(path))
+    assert prompt.reference == "the end"
+
+
+@pytest.mark.parametrize("row", ['{"prompt": "\\ud83d"}', '{"prompt": %s}' % ("9" * 5000), "[" * 100_000])
+def test_rows_that_cannot_be_read_are_refused(row, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(row)
+    with pytest.raises(SettingsError, match=r"rows\.jsonl, "):
+        load_any(str(path))

@@ -386,3 +386,16 @@ def test_stop_strings_of_a_text_end_the_sequence():
     result = drain(engine)[0]
     assert (result.finish_reason, result.stopped) == ("stop", stop)
     assert result.text == whole[: whole.index(stop)]
+
+
+def test_sequences_beyond_those_of_the_target_wait():
+    target = FakeTarget()
+    target.max_sequences = 2
+    engine = Engine(lambda: target, target=target)
+    sequences = [engine.add(Request([1, number], Plain(), 5)) for number in range(5)]
+    most = 0
+    while engine.busy:
+        engine.step()
+        most = max(most, engine.running)
+    assert most == 2
+    assert [sequence.finish_reason for sequence in sequences] == ["length"] * 5

@@ -596,6 +596,19 @@ def test_what_cannot_be_honoured_is_refused_by_name(served, body, param, said):
     assert said in error["message"]
 
 
+def test_two_limits_of_a_chat_must_agree(served):
+    assert chat(served, max_tokens=3, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+    error = chat(served, status=400, max_tokens=3, max_completion_tokens=4)["error"]
+    assert error["param"] == "max_tokens"
+
+
+def test_completions_that_never_fit_are_refused(llm):
+    with serving(llm, max_concurrent=2, max_queue=1) as served:
+        assert len(post(served, n=3, temperature=1, max_tokens=2)["choices"]) == 3
+        error = post(served, status=400, n=4, temperature=1)["error"]
+        assert error["message"] == "n: a request may have at most 3 completions, got 4"
+
+
 def test_too_many_completions_are_refused_before_their_prompts_are_encoded(served, monkeypatch):
     encoded = []
     monkeypatch.setattr(served.server.ready, "encode", lambda *prompt: encoded.append(prompt) or [1])
