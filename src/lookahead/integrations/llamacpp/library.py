@@ -17,6 +17,7 @@ import numpy as np
 from packaging.specifiers import SpecifierSet
 
 from ...core import LookaheadError, OutOfMemory, SettingsError
+from ...models.gguf import BLOCK_TYPES
 from ...options import MachineOptions
 
 PACKAGE = "llama-cpp-python"
@@ -31,17 +32,7 @@ RECURRENT_SEQUENCES = 16
 BATCH_ROWS, TOGETHER = 2048, 512
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 #: Types of cached keys and values -> their numbers in ggml.
-CACHE_TYPES = {
-    "f32": 0,
-    "f16": 1,
-    "bf16": 30,
-    "q8_0": 8,
-    "q4_0": 2,
-    "q4_1": 3,
-    "iq4_nl": 20,
-    "q5_0": 6,
-    "q5_1": 7,
-}
+CACHE_TYPES = {name.lower(): number for number, (name, *_) in BLOCK_TYPES.items()}
 #: The default type of cached keys and values.
 KV_TYPE = "f16"
 #: The default capacity of a context in tokens.

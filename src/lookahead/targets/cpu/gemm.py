@@ -41,7 +41,7 @@ from .vectors import (
 )
 
 #: Vectors in a group, and row stride of the sums in bytes.
-VECTORS, LINE = GROUP // LANES, 4 * GROUP
+VECTORS, LINE = GROUP // LANES, packed_gemm.LINE
 #: Number of rows whose sums fit into the registers, by (numbers in a register, registers).
 ROWS_AT_ONCE = {(16, 32): 8, (8, 16): 2, (4, 32): 2}.get((WIDTH, REGISTERS), 1)
 #: Steps that the vector kernels apply to all rows before moving on: 16 KiB of weights.

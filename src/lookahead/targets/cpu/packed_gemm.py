@@ -35,7 +35,7 @@ import numpy as np
 from ...jit import MachineCode, compiled
 from .formats import ROW_BLOCK
 from .operations import call, integers_at, offsets_of, prefetch, record_at, stack_memory
-from .packed import BLOCK, GROUP, PANEL, QUANTIZED, SUPER, Kind
+from .packed import BLOCK, GROUP, PANEL, QUANTIZED, RECORD, SUPER, Kind
 from .processor import PAIRED_BYTES, VNNI, WIDTH
 from .vector_math import inlined
 from .vectors import (
@@ -81,7 +81,6 @@ VECTOR = 64
 KEPT = VECTOR * ROW_BLOCK
 ALL_KEPT = 2 * KEPT
 #: Offsets in a row's quantized block of its scale, its scaled sum, and the initial totals by zero point.
-RECORD = QUANTIZED.itemsize
 _AT = offsets_of(QUANTIZED)
 SCALE = _AT["scale"]
 SCALED_SUM = _AT["scaled_sum"]
