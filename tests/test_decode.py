@@ -643,3 +643,13 @@ def test_an_error_keeps_nothing_of_the_failed_pass_alive():
         assert kept[-1]() is None
     finally:
         gc.enable()
+
+
+def test_an_error_that_is_its_own_cause_ends_its_sequence():
+    class Circular(Lookahead):
+        def start(self, sequence):
+            error = ValueError("no")
+            raise error from error
+
+    (sequence,) = run(FakeTarget(40), [Request([1, 2], Circular(5, 4, 5), 30)])
+    assert "no" in str(sequence.error)

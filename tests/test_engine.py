@@ -1040,12 +1040,15 @@ class WithSpecialTokens:
     """Two special tokens, and letters. The text of special tokens is skipped, as in transformers."""
 
     def __init__(self):
-        self.special = {0: "<|end|>", 1: "<|pad|>"}
+        self.special = {0: "<|end|>", 1: "<|pad|>", 2: "<unk>"}
 
     def __call__(self, text, add_special_tokens):
         parts = re.split("(<[|]end[|]>|<[|]pad[|]>)", text)
         known = {name: token for token, name in self.special.items()}
-        ids = [[known[part]] if part in known else [ord(letter) for letter in part] for part in parts]
+        ids = [
+            [known[part]] if part in known else [2 if letter == "?" else ord(letter) for letter in part]
+            for part in parts
+        ]
         return SimpleNamespace(input_ids=[token for part in ids for token in part])
 
     def decode(self, tokens, skip_special_tokens=False, **_):
@@ -1058,6 +1061,12 @@ class WithSpecialTokens:
 def test_a_stop_string_that_is_a_special_token_ends_at_this_token():
     """It is not part of the text, where it would never be found."""
     assert split_stops(WithSpecialTokens(), ["ab", "<|end|>"]) == (["ab"], {0})
+    assert split_stops(WithSpecialTokens(), ["?", "a?"]) == (
+        ["?", "a?"],
+        set(),
+    )  # unknown text is not special
+    with pytest.raises(SettingsError, match="UTF-8"):
+        split_stops(WithSpecialTokens(), ["\ud83d"])
     with pytest.raises(SettingsError, match="contains a special token"):
         split_stops(WithSpecialTokens(), ["a<|end|>"])
 

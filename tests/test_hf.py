@@ -713,3 +713,26 @@ def test_threads_take_turns_on_a_model(family):
         for name, weight in model.named_parameters():
             assert weight.dtype == torch.bfloat16
             assert torch.equal(weight, weights[name]), name
+
+
+def test_padding_inside_the_text_is_refused_where_windows_count_it():
+    ids = torch.tensor([[5, 6, 0, 0, 7, 8, 5, 6, 7, 8, 5, 6]])
+    mask = (ids != 0).long()
+    for family, refused in (("llama", False), ("mistral", True)):
+        model = tiny_model(family, **({"sliding_window": 4} if refused else {}))
+        arguments = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+        if refused:
+            with pytest.raises(SettingsError, match="padded on the left only"):
+                model.generate(ids, **arguments, custom_generate=lookahead.generate)
+            continue
+        plain = model.generate(ids, **arguments)
+        assert model.generate(ids, **arguments, custom_generate=lookahead.generate).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("name", ["remove_invalid_values", "use_mtp", "assistant_early_exit"])
+def test_options_of_other_decoders_are_refused_by_name(name):
+    model = tiny_model("llama")
+    config = GenerationConfig(max_new_tokens=3, do_sample=False)
+    setattr(config, name, 1)
+    with pytest.raises(SettingsError, match=name):
+        model.generate(torch.tensor([[5, 6]]), generation_config=config, custom_generate=lookahead.generate)

@@ -465,7 +465,7 @@ class LLM:
         if options.stops and self.tokenizer is None:
             raise SettingsError(f"stop strings need a tokenizer, but {self.tokenizer_error}")
         stops, stop_tokens = split_stops(self.tokenizer, options.stops)
-        check_bad_words(options, self.vocabulary)
+        check_bad_words(options, self.tokenizer, self.vocabulary)
         eos = frozenset() if options.ignore_eos else self.eos
         process = make_process(options, len(ids), eos, self.tokenizer, device)
         noise = None

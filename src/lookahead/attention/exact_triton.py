@@ -173,6 +173,10 @@ def attend(
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     out = query.new_empty(1, heads, rows, value_size)
     block = blocks(group, size, value_size, query.element_size(), has_small_memory(query.device))
+    if group > block["BLOCK_M"]:
+        raise TypeError(
+            f"the kernel takes at most {block['BLOCK_M']} query heads per key head here, got {group}"
+        )
     # One program per row and key head. The arguments are tensors, strides, scalars, and constants of the kernel.
     _rows[(rows, kv_heads)](
         query,

@@ -44,7 +44,8 @@ class Conversation:
         self.last: Result | None = None
 
     def say(self, line: str, **options: Any) -> Iterator[str]:
-        """Yield the answer in pieces. Once the answer has begun, message and answer become part of the conversation.
+        """Yield the answer in pieces. Message and answer become part of the conversation, also if the answer is
+        interrupted, but not if it fails.
 
         Args:
             line: the user's message.
@@ -61,6 +62,9 @@ class Conversation:
                 for piece in stream:
                     answer += piece
                     yield piece
+            except LookaheadError:
+                answer = ""
+                raise
             finally:
                 if answer:
                     self._messages += [message, {"role": "assistant", "content": answer}]
@@ -126,4 +130,6 @@ def _answer(conversation: Conversation, line: str, options: dict[str, Any]) -> N
         typer.echo()
         note("interrupted; the partial answer stays in the conversation", "yellow")
     except LookaheadError as error:
+        if answered:
+            typer.echo()
         problem(f"{error} (/reset starts a new conversation)")

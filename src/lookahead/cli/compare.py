@@ -78,7 +78,13 @@ def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> li
         eos_token_id=eos or None,
         pad_token_id=eos[0] if eos else 0,
     )
-    with torch.no_grad():
-        output = llm.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    # transformers takes whatever the settings leave open, such as penalties, from the checkpoint's own.
+    own = llm.model.generation_config
+    llm.model.generation_config = settings
+    try:
+        with torch.no_grad():
+            output = llm.model.generate(ids, attention_mask=torch.ones_like(ids))
+    finally:
+        llm.model.generation_config = own
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens

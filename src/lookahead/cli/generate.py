@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -323,8 +324,9 @@ def begin_output(output: Path, settings: dict[str, Any], resume: bool) -> None:
         lines = output.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if not line.strip() or "error" not in json.loads(line)]
         if len(kept) < len(lines):
-            with replacing(output) as temporary:
+            with replacing(output.resolve()) as temporary:
                 temporary.write_bytes(b"".join(kept))
+                shutil.copymode(output, temporary)
     except OSError as error:
         raise SettingsError(f"{output} must be a writable file ({error.strerror})") from None
 
@@ -384,7 +386,8 @@ def run_batch(
         except KeyboardInterrupt:
             where = ""
             if output is not None:  # count the records in the file, because the last one may be incomplete
-                done += len(read_records(output, "id", "this run")) - len(earlier)
+                records = read_records(output, "id", "this run")
+                done += sum("error" not in record for record in records) - len(earlier)
                 where = f" in {output}; the same command with --resume continues"
             raise Interrupted(f"interrupted: {done} of {len(jobs)} prompts have results{where}") from None
         if equal:
@@ -402,6 +405,9 @@ def _earlier(source: Path, output: Path, task: Task) -> list[dict[str, Any]]:
         raise SettingsError(f"--output must be a file, got the folder {output}")
     if output.exists() and source.exists() and output.samefile(source):
         raise SettingsError(f"--input and --output must be two files, got {output} for both")
+    for path in (output, settings_file(output)):  # before the model is loaded; nothing is changed yet
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise SettingsError(f"{path} must be a writable file")
     if task.resume:
         records = read_records(output, "id", "an earlier run, which --resume needs")
         return [record for record in records if "error" not in record]

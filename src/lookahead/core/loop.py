@@ -293,7 +293,6 @@ class Engine:
         group = next((group for group in groups if sequence in group), None)
         if group is None:
             return
-        group.remove(sequence)
         self._without_drafts.discard(sequence)
         if sequence.drafting is not None and sequence.error is None:
             with _ended_by_errors(sequence, "the drafter"):
@@ -302,6 +301,7 @@ class Engine:
             self.target.release(sequence.slot)
             self._free_slots.append(sequence.slot)
             self._max_rows = UNLIMITED_ROWS  # with the freed memory, a larger step may fit
+        group.remove(sequence)  # last, so that a sequence whose slot cannot be released is still found
 
     # ------------------------------------------------------------------------------- prompts
 

@@ -236,7 +236,9 @@ class Sequence:
         self.finish_reason = "error"
         self.error = self.error or error
         cause: BaseException | None = error
-        while cause is not None:
+        seen = set[int]()
+        while cause is not None and id(cause) not in seen:  # an exception may be its own cause
+            seen.add(id(cause))
             clear_frames(cause.__traceback__)
             cause = cause.__cause__
 

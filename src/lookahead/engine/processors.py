@@ -69,10 +69,10 @@ def make_process(
     return process if steps else None
 
 
-def check_bad_words(options: Options, vocabulary: int) -> None:
-    """Raise SettingsError if a bad word has a token id outside the vocabulary."""
-    given = (word for word in options.bad_words or () if not isinstance(word, str))
-    wrong = [token for word in given for token in word if not 0 <= token < vocabulary]
+def check_bad_words(options: Options, tokenizer: Any, vocabulary: int) -> None:
+    """Raise SettingsError if a bad word has a token id outside the model's vocabulary."""
+    words = _bad_words(options.bad_words or (), tokenizer)
+    wrong = [token for word in words for token in word if not 0 <= token < vocabulary]
     if wrong:
         raise SettingsError(f"bad_words: token ids must be 0 to {vocabulary - 1}, got {wrong[0]}")
 

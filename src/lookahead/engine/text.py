@@ -26,9 +26,15 @@ def split_stops(tokenizer: Any, stops: Sequence[str]) -> tuple[list[str], frozen
     strings = list[str]()
     tokens = set[int]()
     for stop in stops:
+        try:
+            stop.encode()
+        except UnicodeEncodeError:
+            raise SettingsError(f"stop must be text that UTF-8 can encode, got {stop!r}") from None
         ids = list(tokenizer(stop, add_special_tokens=False).input_ids)
-        special = [token for token in ids if not tokenizer.decode([token], skip_special_tokens=True)]
-        if not any(tokenizer.decode([token]) for token in special):
+        hidden = [token for token in ids if not tokenizer.decode([token], skip_special_tokens=True)]
+        # A token for unknown text is hidden too, but its own text does not occur in the stop string.
+        names = [tokenizer.decode([token]).strip() for token in hidden]
+        if not any(name and name in stop for name in names):
             strings.append(stop)
         elif len(ids) == 1:
             tokens.update(ids)

@@ -175,10 +175,14 @@ class EngineThread:
             self._wake
         ):  # a request that passed the check of ``ready`` before the error is in the queue by now
             sequences = engine.sequences
+        engine.target = None  # it may have been the cause, so no slot is released
         for sequence in sequences:
             engine.cancel(sequence, ended)
         for update in engine.step():
-            self._deliver(engine, update)
+            try:
+                self._deliver(engine, update)
+            except Exception:
+                log.exception("a request could not be told of the failure")
 
     def _deliver(self, engine: Engine, update: Update) -> None:
         if update.result is not None:

@@ -57,5 +57,5 @@ def build(arguments: dict[str, Any] | None = None) -> Any:
 def _number(name: str, kind: type[int] | type[float], given: Any) -> float:
     try:
         return kind(given)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise SettingsError(f"{name} must be a number, got {given!r}") from None

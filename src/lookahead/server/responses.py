@@ -82,6 +82,8 @@ class Answer:
         self.requests = requests
         #: The text of each token seen so far; an echoed prompt repeats its tokens.
         self._texts: dict[int, str] = {}
+        #: Whether a token is left out of the text, for each token seen so far.
+        self._hidden: dict[int, bool] = {}
         self.sequences: list[Sequence] = []
         self.parts = [
             Part(
@@ -165,6 +167,15 @@ class Answer:
             self._texts[token] = twice[len(once) :] if twice.startswith(once) else once
         return self._texts[token]
 
+    def is_hidden(self, token: int) -> bool:
+        """Whether a token is special, so that it is not in the text."""
+        if self.tokenizer is None:
+            return False
+        if token not in self._hidden:
+            shown = self.tokenizer.decode([token], skip_special_tokens=True)
+            self._hidden[token] = not shown and bool(self.tokenizer.decode([token]))
+        return self._hidden[token]
+
     def whole(self) -> dict[str, Any]:
         """The whole answer, without streaming."""
         choices = []
@@ -242,11 +253,11 @@ class CompletionAnswer(Answer):
 
     def entry(self, part: Part, entry: TokenLogProb) -> dict[str, Any]:
         text = self.token_text(entry.token)
-        # Special tokens are not in the text.
-        length = 0 if entry.token in getattr(self.tokenizer, "all_special_ids", ()) else len(text)
-        offset, part.offset = part.offset, part.offset + length
-        # Tokens may have the same text, such as parts of characters; the likeliest counts.
-        top = {self.token_text(token): value for token, value in reversed(entry.top)}
+        offset, part.offset = part.offset, part.offset + (0 if self.is_hidden(entry.token) else len(text))
+        top: dict[str, float] = {}
+        # Of tokens with the same text, such as parts of characters, the first is the likeliest.
+        for token, value in entry.top:
+            top.setdefault(self.token_text(token), value)
         return {"token": text, "logprob": entry.logprob, "top": top, "offset": max(0, offset)}
 
     def _logprobs(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -283,8 +294,7 @@ class CompletionAnswer(Answer):
 
     def _stripped(self, part: Part, prompt: str) -> int:
         """The number of spaces that the decoder strips at the beginning of the prompt."""
-        special = getattr(self.tokenizer, "all_special_ids", ())
-        first = next((token for token in part.request.prompt if token not in special), None)
+        first = next((token for token in part.request.prompt if not self.is_hidden(token)), None)
         begin = "" if first is None else self.token_text(first)
         return 1 if begin.startswith(" ") and not prompt.startswith(" ") else 0
 

@@ -20,6 +20,7 @@ from ...core import Engine, LookaheadError, Request, SettingsError, Stats, Targe
 from ...drafters import as_drafter
 from ...engine.admission import Admission, precompile
 from ...sampling import GeneratorNoise
+from ...targets.masks import LayerKinds
 from ...targets.paths import limit_graphs, make_target, probe, warn_about_shortfall
 from ...targets.turns import turn
 from .batch_sequence import Criteria, Row, for_row, may_draw_ahead, row_processors
@@ -155,7 +156,7 @@ def generate(
                 noise.forget([row.emitted if row.draws else furthest for row in rows], furthest)
         return [sequence.result.stats for sequence in sequences if sequence.result is not None]
 
-    prompts = _unpadded(input_ids, model_kwargs.get("attention_mask"))
+    prompts = _unpadded(model, input_ids, model_kwargs.get("attention_mask"))
     all_stats = run(rows, prompts, [limit] * batch)
     if stats is not None:
         stats.extend(all_stats)
@@ -192,12 +193,21 @@ def generate(
     )
 
 
-def _unpadded(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
-    """Each row's tokens without its left padding, because attention never sees padded positions."""
+def _unpadded(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+    """Each row's tokens without those that the mask hides, because full attention never sees them.
+
+    Raises:
+        SettingsError: the padding is on the right, or inside the text of a model with windows, which count it.
+    """
     if mask is None:
         return input_ids.tolist()
     if not bool((mask[:, -1] == 1).all()):
         raise SettingsError("prompts must be padded on the left; the attention mask ends with 0 in some row")
+    whole = LayerKinds.of(model.config.get_text_config()).kinds == ("full_attention",)
+    if not whole and bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise SettingsError(
+            "prompts of models with windows must be padded on the left only; the attention mask has a 0 after a 1"
+        )
     return [ids[seen.bool()].tolist() for ids, seen in zip(input_ids, mask, strict=True)]
 
 

@@ -38,6 +38,9 @@ UNSUPPORTED = (
     "prefill_chunk_size",
     "output_attentions",
     "output_hidden_states",
+    "remove_invalid_values",
+    "use_mtp",
+    "assistant_early_exit",
 )
 
 #: Names in other libraries -> the equivalent here. transformers passes them on (``CustomGenerate``), and they are
