@@ -131,7 +131,7 @@ def test_warpers_are_those_of_model_generate(llm):
     ids = torch.tensor([llm.encode(PROMPT)])
     with torch.no_grad():
         raw = llm.model(ids).logits[:, -1]
-    process = make_process(options, ids.shape[1], llm.eos, llm.tokenizer, "cpu")
+    process = make_process(options, ids.shape[1], llm.eos, llm.tokenizer, "cpu", llm.vocabulary)
     ours = process(ids, raw.clone()).softmax(-1)
     out = llm.model.generate(
         ids,

@@ -342,7 +342,7 @@ def test_a_temperature_alone_is_applied_to_the_logits_that_matter():
     """Tokens equal those of transformers' warper on whole rows, in float32 and in the bits of bf16."""
     from transformers import TemperatureLogitsWarper
 
-    process = make_process(Options(temperature=0.8), 1, frozenset(), None, "cpu")
+    process = make_process(Options(temperature=0.8), 1, frozenset(), None, "cpu", 96)
     assert process == Temperature(0.8)
     rows = torch.randn(40, 5000, generator=torch.Generator().manual_seed(2)) * 3
     for logits in (rows, rows.bfloat16()):

@@ -18,7 +18,7 @@ from .core import UNLIMITED_ROWS, Choose, Engine, Request, Result, SettingsError
 from .drafters import Adaptive, Lookahead, as_drafter
 from .engine.admission import Admission
 from .engine.prefix_cache import with_prefixes
-from .engine.processors import check_bad_words, make_process
+from .engine.processors import make_process
 from .engine.prompts import OnePrompt, Prompt, as_list, encode
 from .engine.text import TextDecoder, split_stops
 from .option import refuse_unknown
@@ -465,9 +465,8 @@ class LLM:
         if options.stops and self.tokenizer is None:
             raise SettingsError(f"stop strings need a tokenizer, but {self.tokenizer_error}")
         stops, stop_tokens = split_stops(self.tokenizer, options.stops)
-        check_bad_words(options, self.tokenizer, self.vocabulary)
         eos = frozenset() if options.ignore_eos else self.eos
-        process = make_process(options, len(ids), eos, self.tokenizer, device)
+        process = make_process(options, len(ids), eos, self.tokenizer, device, self.vocabulary)
         noise = None
         choose: Choose = greedy
         if process is not None or seed is not None:

@@ -180,7 +180,7 @@ def make_request(
         device = getattr(model.model, "device", None)
         noise = SeededNoise(options.seed, len(prompt), model.target.vocabulary, options.temperature, device)
         sampling = Options(temperature=options.temperature, top_k=options.top_k or None)
-        process = make_process(sampling, len(prompt), model.eos, None, device)
+        process = make_process(sampling, len(prompt), model.eos, None, device, model.target.vocabulary)
     choose = make_choose(prompt, process, noise)
     return Request(prompt, drafter, options.max_new_tokens, choose, model.eos, noise=noise)
 

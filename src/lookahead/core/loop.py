@@ -41,11 +41,10 @@ from .drafter import UNLIMITED_ROWS, DraftState
 from .errors import LookaheadError, NumericalError, OutOfMemory, SettingsError, failure
 from .sequence import Request, Sequence, Update
 from .stats import Stats, timed
-from .target import Scores, Target
+from .target import UNLIMITED_SEQUENCES, Scores, Target
 from .tree import TokenTree
 from .verify import verify
 
-UNLIMITED_SEQUENCES = 1 << 20
 #: The errors of a target that concern one prompt: it has to be shorter, or other tokens. After any other error, the
 #: target's state is unknown.
 OF_A_PROMPT = (NumericalError, OutOfMemory, SettingsError)
@@ -268,9 +267,8 @@ class Engine:
                 yield self._update(sequence)
 
     def _most_sequences(self) -> int:
-        return (
-            self.max_sequences if self.target is None else min(self.max_sequences, self.target.max_sequences)
-        )
+        allowed = UNLIMITED_SEQUENCES if self.target is None else self.target.max_sequences
+        return min(self.max_sequences, allowed)
 
     def _update(
         self, sequence: Sequence, path: list[int] | None = None, tree: TokenTree | None = None

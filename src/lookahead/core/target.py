@@ -18,6 +18,8 @@ BIT_EQUAL = "bit-equal by construction"
 CHECKED = "bit-equal, as checked at load"
 #: Rounding depends on the number of rows in a step, so a near tie may be resolved differently.
 UP_TO_ROUNDING = "equal up to rounding"
+#: No limit of concurrent sequences.
+UNLIMITED_SEQUENCES = 1 << 20
 #: The most rows and sequences of a captured pass, which is padded to a power of two of both.
 MOST_ROWS, MOST_SEQUENCES = 256, 64
 
@@ -93,7 +95,7 @@ class Target(Protocol):
     runs_compiled: bool = False
     shares_module: bool = False
     keeps_prefixes: bool = False
-    max_sequences: int = 1 << 20
+    max_sequences: int = UNLIMITED_SEQUENCES
     reused: Mapping[int, int] = MappingProxyType({})
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> Sequence[Scores]:

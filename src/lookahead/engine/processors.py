@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 
 def make_process(
-    options: Options, prompt_length: int, eos: frozenset[int], tokenizer: Any, device: Any
+    options: Options,
+    prompt_length: int,
+    eos: frozenset[int],
+    tokenizer: Any,
+    device: Any,
+    vocabulary: int,
 ) -> Process | None:
     """The function applied to the scores before a token is chosen; None if there is nothing to apply.
 
@@ -23,9 +28,10 @@ def make_process(
         eos: end tokens.
         tokenizer: for bad words given as strings.
         device: the device of the scores.
+        vocabulary: V of the model; a tokenizer may have more tokens.
 
     Raises:
-        SettingsError: a bad word is a string, and there is no tokenizer.
+        SettingsError: a bad word is a string, and there is no tokenizer, or has a token outside the vocabulary.
     """
     ends = sorted(eos)
     steps = list[Any]()
@@ -41,6 +47,9 @@ def make_process(
     if options.no_repeat_ngram_size is not None:
         add("NoRepeatNGramLogitsProcessor", options.no_repeat_ngram_size)
     words = _bad_words(options.bad_words or (), tokenizer)
+    outside = [token for word in words for token in word if not 0 <= token < vocabulary]
+    if outside:
+        raise SettingsError(f"bad_words: token ids must be 0 to {vocabulary - 1}, got {outside[0]}")
     words = [word for word in words if len(word) > 1 or word[0] not in eos]
     if words:
         add("NoBadWordsLogitsProcessor", words, ends)
@@ -67,14 +76,6 @@ def make_process(
         return scores
 
     return process if steps else None
-
-
-def check_bad_words(options: Options, tokenizer: Any, vocabulary: int) -> None:
-    """Raise SettingsError if a bad word has a token id outside the model's vocabulary."""
-    words = _bad_words(options.bad_words or (), tokenizer)
-    wrong = [token for word in words for token in word if not 0 <= token < vocabulary]
-    if wrong:
-        raise SettingsError(f"bad_words: token ids must be 0 to {vocabulary - 1}, got {wrong[0]}")
 
 
 def _bad_words(words: Sequence[str | Sequence[int]], tokenizer: Any) -> list[list[int]]:

@@ -171,9 +171,8 @@ class EngineThread:
         """End all sequences after an error of the loop, because nothing will decode them."""
         ended = LookaheadError(f"the server failed ({error!r}); see its log")
         log.error("the decoding loop failed; all requests end", exc_info=error)
-        with (
-            self._wake
-        ):  # a request that passed the check of ``ready`` before the error is in the queue by now
+        # A request that passed the check of ``ready`` before the error is in the queue once the lock is free.
+        with self._wake:
             sequences = engine.sequences
         engine.target = None  # it may have been the cause, so no slot is released
         for sequence in sequences:

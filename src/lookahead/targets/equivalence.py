@@ -166,9 +166,8 @@ class Trial:
         """The negative control of slot 0's first tree: two rows have another parent at the same depth, and one row is
         off by one position."""
         tokens = self.trees[0][0].tokens
-        wrong = _tree(
-            range(len(tokens)), len(tokens), [0, 1, 2, 0, 1, 1, 2]
-        )  # a small vocabulary has no third child
+        # A small vocabulary has no third child, so the rows are made with other tokens first.
+        wrong = _tree(range(len(tokens)), len(tokens), [0, 1, 2, 0, 1, 1, 2])
         wrong.tokens = list(tokens)
         wrong.depths[3] += 1
         return wrong
