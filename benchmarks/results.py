@@ -361,7 +361,8 @@ def steps(given: Sources) -> list[Step]:
     if missing:
         _left_out("trained", why=f"{' and '.join(missing)} must exist; benchmarks/drafters trains them")
     else:
-        plan("trained", 46, "trained", *data, "--text", given.text, "--rows", "4,8,16,64")
+        words = ["--text", given.text, "--rows", "4,8,16,64", "--prompts", limit]
+        plan("trained", 3.9 * limit, "trained", *data, *words)
     return planned
 
 
