@@ -291,11 +291,6 @@ class Sources:
         """Prompts of each data set of pages that need fewer."""
         return max(2, self.limit // 2)
 
-    @property
-    def fewest(self) -> int:
-        """Prompts of each data set of pages that decode each prompt many times: 12 pairs at a limit of 8."""
-        return max(2, self.limit // 4)
-
 
 def steps(given: Sources) -> list[Step]:
     """The pages to make, the most important first; a line is printed for each that is left out."""
@@ -328,7 +323,7 @@ def steps(given: Sources) -> list[Step]:
         words = [file, "--against", f"llamacpp:{file}", "--bin", given.llamacpp_bin]
     words += ["--clients", "1,4,16", "--repeats", 6, "--out", "docs/results"]
     plan("serve", 4.5 if "--bin" in words else 3, "serve", *words)
-    plan("rows", 1.75 * given.fewest, "rows", *data, "--prompts", given.fewest)
+    plan("rows", 1.75 * given.half, "rows", *data, "--prompts", given.half)
     # Packed weights: how close they are, and what a step costs.
     if model is not None:
         plan("packed-accuracy", 3, "packed_accuracy", model, *data)

@@ -198,7 +198,7 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     for name in ("bench-packed-q4_k_m", "bench-packed-sampled"):
         assert "--limit 5 --repeats 3" in " ".join(pages[name].words)
         assert "ngram-mod" not in " ".join(pages[name].words)
-    assert pages["rows"].words[-2:] == ("--prompts", "2")
+    assert pages["rows"].words[-2:] == ("--prompts", "5")
     tried = " ".join(pages["bench-openvino"].words)
     for head, settings in results.TRIED.items():
         for setting in settings:
