@@ -1,4 +1,4 @@
-"""Start-up time, resident memory and first use of the command line, compared with llama.cpp's.
+"""Start-up time, memory and first use of the command line, compared with llama.cpp's.
 
     python -m benchmarks.startup
     python -m benchmarks.startup --bin llama.cpp/build/bin --model model.Q4_0.gguf
@@ -11,6 +11,7 @@ Programs alternate; the medians of ``--rounds`` runs count, with the smallest an
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any
 
 from lookahead import default_model
@@ -49,25 +49,34 @@ def theirs(folder: Path, model: Path, tokens: int) -> list[str]:
     return [*command, "--temp", "0", "-p", PROMPT, "-n", str(tokens), "--single-turn", "-c", str(CONTEXT)]
 
 
+#: Run in a small process: starts a command, and prints its status, its seconds and its largest resident set in KiB.
+#: A process inherits the largest resident set of the one that starts it, and this program has loaded torch.
+LAUNCHER = """
+import json, os, subprocess, sys, time
+begin = time.perf_counter()
+process = subprocess.Popen(sys.argv[1:], stdin=-3, stdout=-3, stderr=-3)
+_, status, used = os.wait4(process.pid, 0)
+seconds = time.perf_counter() - begin
+print(json.dumps([os.waitstatus_to_exitcode(status), seconds, used.ru_maxrss]))
+"""
+
+
 def spent(command: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[float, float]:
-    """(seconds, MiB of the largest resident set) of a process.
+    """(seconds, MB of the largest resident set) of a process.
 
     Raises:
         SettingsError: the process fails.
     """
-    begin = perf_counter()
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+    launched = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", LAUNCHER, *command],
+        stdout=subprocess.PIPE,
+        check=True,
         env=None if environment is None else {**os.environ, **environment},
     )
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SettingsError(f"{' '.join(command[:3])} ended with status {process.returncode}")
-    return perf_counter() - begin, used.ru_maxrss * 1024 / 1e6  # Linux counts KiB
+    status, seconds, kibibytes = json.loads(launched.stdout)
+    if status:
+        raise SettingsError(f"{' '.join(command[:3])} ended with status {status}")
+    return seconds, kibibytes * 1024 / 1e6
 
 
 def measure(
@@ -97,14 +106,14 @@ def measure(
 
 def cell(figures: Sequence[float], unit: str) -> str:
     """A median with its range."""
-    digits = 0 if unit == "MiB" or median(figures) >= 10 else 1
+    digits = 0 if unit == "MB" or median(figures) >= 10 else 1
     low, middle, high = (f"{x:.{digits}f}" for x in (min(figures), median(figures), max(figures)))
     return f"{middle} {unit} ({low}–{high})"
 
 
 def cells(found: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, str]]:
     """Program -> name of the measurement -> cell of the table."""
-    units = {"start": "s", "memory": "MiB", "first use": "s"}
+    units = {"start": "s", "memory": "MB", "first use": "s"}
     return {
         name: {what: cell(each, units[what]) for what, each in figures.items()}
         for name, figures in found.items()

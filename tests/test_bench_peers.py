@@ -1,0 +1,105 @@
+"""How peers are measured: memory, drafting modes, caches of prompts, and what README says of them."""
+
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from benchmarks import readme, serve, startup
+from benchmarks.llamacpp_server import draft_options
+from lookahead.core import SettingsError
+
+
+def test_the_memory_of_a_process_is_not_that_of_the_one_that_starts_it():
+    held = bytearray(300_000_000)  # more than the processes below have
+    _, small = startup.spent([sys.executable, "-I", "-S", "-c", "pass"])
+    _, large = startup.spent([sys.executable, "-I", "-S", "-c", "x = bytearray(b'1') * 200_000_000"])
+    assert len(held) == 300_000_000
+    assert small < 50
+    assert 200 < large < 250
+
+
+def test_the_time_of_a_process_is_its_own():
+    seconds, _ = startup.spent([sys.executable, "-I", "-S", "-c", "import time; time.sleep(0.3)"])
+    assert 0.3 <= seconds < 1.5
+
+
+def test_a_process_that_fails():
+    with pytest.raises(SettingsError, match="ended with status 3"):
+        startup.spent([sys.executable, "-I", "-S", "-c", "raise SystemExit(3)"])
+
+
+def test_the_environment_of_a_process():
+    code = "import os; raise SystemExit(0 if os.environ['MARK'] == 'x' and 'PATH' in os.environ else 4)"
+    startup.spent([sys.executable, "-I", "-S", "-c", code], {"MARK": "x"})
+
+
+def test_options_of_llama_servers_modes():
+    assert draft_options("ngram-mod") == ["--spec-type", "ngram-mod"]
+    simple = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3"]
+    assert draft_options("ngram-simple", "3,8") == [*simple, "--spec-ngram-simple-size-m", "8"]
+    assert draft_options("ngram-mod", "6,2,8")[-2:] == ["--spec-ngram-mod-n-max", "8"]
+    for mode, numbers in (("ngram-mod", "6,8"), ("ngram-cache", "3")):
+        with pytest.raises(SettingsError, match=f"{mode} of llama-server must have"):
+            draft_options(mode, numbers)
+
+
+def test_servers_that_are_started_here_keep_no_prompts(monkeypatch, tmp_path):
+    commands = []
+
+    @contextmanager
+    def running(words, path):
+        commands.append(words)
+        yield "address"
+
+    monkeypatch.setattr(serve, "running", running)
+    monkeypatch.setattr(serve, "build_of", lambda program: "a build")
+    monkeypatch.setattr(serve, "measure", lambda *given: given)
+    (tmp_path / "llama-server").touch()
+    words = ["--against", "llamacpp:x.gguf", "--bin", str(tmp_path), "--clients", "2"]
+    (*_, other), _, _ = serve._measure(serve.parser().parse_args(words))
+    with other.start(2):
+        pass
+    ours, theirs = commands
+    assert "--prefix-cache=0" in ours
+    assert theirs[-2:] == ["--cache-ram", "0"]
+    assert other.extra == {"cache_prompt": False}
+
+
+def record(method, prompt_tokens, repeat, seconds):
+    tokens = {"new_tokens": 11, "prefill_tokens": 1, "decode_seconds": seconds}
+    return {"method": method, "prompt_tokens": prompt_tokens, "repeat": repeat, **tokens}
+
+
+def test_plain_decoding_beside_llama_cpp_by_length():
+    theirs = "llamacpp-server:model.Q4_0.gguf"
+    records = [
+        *(record("plain", length, repeat, 0.1) for length in (50, 200, 300) for repeat in (0, 1)),
+        *(
+            record(theirs, length, repeat, s)
+            for length, s in ((50, 0.1), (200, 0.15), (300, 0.2))
+            for repeat in (0, 1)
+        ),
+        *(record(f"{theirs}:ngram-mod", length, 0, 9.0) for length in (50, 200, 300)),
+    ]
+    text = readme.by_length(records)
+    assert "After prompts of under 128 tokens, compared with llama.cpp's server in Q4_0" in text
+    assert (
+        "plain decoding is 1.00 times as fast; after 128 to 255, 1.50 times; after longer ones, 2.00" in text
+    )
+    assert "In the 2 runs it had 100, 100 tokens/s, and llama.cpp's server 67, 67" in text
+    assert readme.by_length([record("plain", 50, 0, 0.1)]) == ""
+
+
+def test_the_first_token_is_named_where_the_other_server_is_sooner():
+    def lines(ours, theirs):
+        return [
+            {"clients": 4, "method": "adaptive", "first_token_p50": ours},
+            {"clients": 4, "method": "llama.cpp's server", "first_token_p50": theirs},
+        ]
+
+    assert "with 4 clients: 80 ms, against 40 ms for llama.cpp's server" in readme.first_token(
+        lines(0.08, 0.04)
+    )
+    assert readme.first_token(lines(0.03, 0.04)) == ""
+    assert readme.first_token([]) == ""
