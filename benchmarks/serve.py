@@ -56,12 +56,14 @@ class Round:
         first: seconds to the first token, by request.
         each: seconds for each further token, by request.
         tokens: number of tokens of all answers.
-        seconds: duration.
+        seconds: duration of all rounds.
+        rates: tokens per second of all clients together, by round.
         texts: the completions, by prompt.
         served: the model's name and dtype, as the server reports them.
         uncounted: answers for which the server did not report the number of tokens.
         load: the largest load average of the machine.
         ours: whether it is a method of our server.
+        extra: further fields of each request.
     """
 
     method: str
@@ -70,16 +72,18 @@ class Round:
     each: list[float] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
+    rates: list[float] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
     served: tuple[str, str] = ("", "")
     uncounted: list[str] = field(default_factory=list)
     load: float = 0.0
     ours: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def throughput(self) -> float:
-        """Tokens per second of all clients together."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+        """Tokens per second of all clients together, the median over the rounds."""
+        return median(self.rates) if self.rates else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """One JSON record: seconds, as medians and 90th percentiles."""
@@ -90,6 +94,7 @@ class Round:
             "tokens": self.tokens,
             "load": self.load,
             "tokens_per_second": round(self.throughput, 2),
+            "tokens_per_second_by_round": [round(rate, 2) for rate in self.rates],
             "first_token_p50": round(median(self.first), 4),
             "first_token_p90": round(sorted(self.first)[int(0.9 * (len(self.first) - 1))], 4),
             "per_token_p50": round(median(self.each), 5) if self.each else None,
@@ -104,11 +109,13 @@ class Other:
         name: its name in the table.
         about: its description on the page.
         start: starts it for a number of clients, and gives its address.
+        extra: further fields of each request.
     """
 
     name: str
     about: str
     start: Callable[[int], AbstractContextManager[str]]
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def measure(
@@ -147,16 +154,20 @@ def measure(
             urls = dict(methods)
             if other is not None:
                 urls[other.name] = address
-                asyncio.run(warm(Round(other.name, 1, ours=False), address))
+                asyncio.run(warm(Round(other.name, 1, ours=False, extra=other.extra), address))
             for repeat in range(repeats):
                 for method in list(urls)[:: -1 if repeat % 2 else 1]:
                     new = Round(method, count, ours=method in methods)
+                    if other is not None and method == other.name:
+                        new.extra = other.extra
                     measured = rounds.setdefault((method, count), new)
                     total = max(FEWEST, requests * count)
+                    tokens, seconds = measured.tokens, measured.seconds
                     asyncio.run(_round(measured, urls[method], headers, prompts, max_tokens, total))
                     if measured.uncounted:  # the vocabulary is the same, so our server can count
                         measured.tokens += _count(measured.uncounted, methods[PLAIN], headers)
                         measured.uncounted.clear()
+                    measured.rates.append((measured.tokens - tokens) / (measured.seconds - seconds))
                     show(measured)
     for (method, count), measured in rounds.items():
         for prompt, text in rounds[PLAIN, count].texts.items():
@@ -197,6 +208,7 @@ async def _ask(measured: Round, http: httpx.AsyncClient, prompt: str, max_tokens
     body["stream_options"] = {"include_usage": True}
     if measured.ours:
         body["lookahead"] = {"drafter": measured.method}
+    body |= measured.extra
     begin = perf_counter()
     first = 0.0
     text = ""
@@ -247,7 +259,7 @@ def started_llamacpp(file: str, threads: int, programs: Path | None, clients: in
         )
     size = CONTEXT * clients
     words = [str(program), "--model", file, "--threads", str(threads), "--threads-batch", str(threads)]
-    words += ["--parallel", str(clients), "--ctx-size", str(size), "--no-webui"]
+    words += ["--parallel", str(clients), "--ctx-size", str(size), "--no-webui", "--cache-ram", "0"]
     with running(words, "/health") as address:
         yield address
 
@@ -295,9 +307,15 @@ def table(rounds: Sequence[Round]) -> str:
         each = f"{1000 * record['per_token_p50']:.1f}" if record["per_token_p50"] is not None else ""
         lines.append(
             f"| {x.clients} | {x.method} | {1000 * record['first_token_p50']:.0f} | {each} | "
-            f"{record['tokens_per_second']:.1f} | {ratio} | {_equal(x.texts, texts[x.clients])} |"
+            f"{with_range(x.rates)} | {ratio} | {_equal(x.texts, texts[x.clients])} |"
         )
     return "\n".join(lines)
+
+
+def with_range(rates: Sequence[float]) -> str:
+    """The median, with the range if there are several."""
+    rate = f"{median(rates):.1f}"
+    return f"{rate} ({min(rates):.0f}–{max(rates):.0f})" if len(rates) > 1 else rate
 
 
 def _equal(texts: dict[str, str], plain: dict[str, str]) -> str:
@@ -322,8 +340,9 @@ def write_page(rounds: Sequence[Round], other: Other | None, threads: int, out: 
     notes = [
         f"{where}.",
         "Greedy. All texts of our methods equal plain decoding's; otherwise nothing is reported. Times are medians "
-        "over requests, tokens/s is the total of all clients. All methods have the same number of rounds, and their "
-        "order alternates.",
+        "over requests. Tokens/s is the total of all clients: the median over the rounds, with their range. All "
+        "methods have the same number of rounds, and their order alternates. Each prompt occurs in every round, so a "
+        "server that is started here keeps no prompts.",
         f"{other.name}: {other.about}; it rounds differently, so its texts may differ." if other else "",
         machine_text(processor(), (record["load"] for record in records)),
         busy,
@@ -383,7 +402,7 @@ def _measure(given: argparse.Namespace) -> tuple[list[Round], Other | None, int]
     methods = [PLAIN, *(name.strip() for name in given.method.split(","))]
     kind, _, file = (given.against or "").partition(":")
     threads = given.threads or machine()["cores"]
-    load = {"path_or_id": given.model, "dtype": given.dtype, "threads": given.threads}
+    load = {"path_or_id": given.model, "dtype": given.dtype, "threads": given.threads, "prefix-cache": 0}
     # A termination signal also ends the servers started here.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with ExitStack() as servers:
@@ -392,10 +411,10 @@ def _measure(given: argparse.Namespace) -> tuple[list[Round], Other | None, int]
         other = None
         if kind == "llamacpp":
             start = partial(started_llamacpp, file, threads, given.bin)
-            about = f"on {Path(file).name}, with as many slots as clients"
+            about = f"on {Path(file).name}, with as many slots as clients and without a cache of prompts"
             if given.bin is not None:
                 about += f" (version {build_of(given.bin / 'llama-server')})"
-            other = Other("llama.cpp's server", about, start)
+            other = Other("llama.cpp's server", about, start, {"cache_prompt": False})
         elif given.against:
             other = Other("other", given.against, lambda clients: nullcontext(given.against))
         rounds = measure(

@@ -7,7 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import batch_size, dynamics, exact_text, packed_step, page, quoted, rows, startup, trained
+from benchmarks import (
+    batch_size,
+    dynamics,
+    exact_text,
+    packed_step,
+    page,
+    quoted,
+    rows,
+    serve,
+    startup,
+    trained,
+)
 from benchmarks.blocks import with_block
 from benchmarks.quiet import processor
 from lookahead.bench.record import environment
@@ -56,7 +67,7 @@ def of_serve(facts):
         first = 1000 * line["first_token_p50"]
         yield (
             f"| {line['clients']} | {line['method']} | {first:.0f} | {1000 * line['per_token_p50']:.1f} | "
-            f"{line['tokens_per_second']:.1f} |"
+            f"{serve.with_range(line.get('tokens_per_second_by_round') or [line['tokens_per_second']])} |"
         )
 
 

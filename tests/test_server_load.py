@@ -91,11 +91,18 @@ def test_the_other_server_has_the_same_rounds_and_is_started_for_each_number_of_
     async def measured(round, url, headers, prompts, max_tokens, requests):
         if requests > 1:
             order.append((round.clients, round.method, url))
-        round.seconds, round.texts = 1.0, {"prompt": round.method if not round.ours else "text"}
+        round.seconds += 2.0 if len(round.rates) == 2 else 1.0  # the last round is slow
+        round.tokens += 10
+        round.texts = {"prompt": round.method if not round.ours else "text"}
 
     monkeypatch.setattr(load_test, "_round", measured)
     other = load_test.Other("theirs", "", start)
-    load_test.measure({"plain": "ours", "adaptive": "ours"}, ["prompt"], [1, 4], 8, 1, 3, other=other)
+    rounds = load_test.measure(
+        {"plain": "ours", "adaptive": "ours"}, ["prompt"], [1, 4], 8, 1, 3, other=other
+    )
+    assert {tuple(each.rates) for each in rounds} == {(10.0, 10.0, 5.0)}
+    assert {each.throughput for each in rounds} == {10.0}, "the median, so that one slow round does not count"
+    assert "| 10.0 (5–10) | 1.00 |" in load_test.table([each for each in rounds if _timed(each)])
     assert began == [1, 4]
     for clients in (1, 4):
         once = [
@@ -104,6 +111,12 @@ def test_the_other_server_has_the_same_rounds_and_is_started_for_each_number_of_
             (clients, "theirs", f"slots {clients}"),
         ]
         assert [each for each in order if each[0] == clients] == once + once[::-1] + once
+
+
+def _timed(round):
+    """Give a simulated round the times that its line shows."""
+    round.first, round.each = [0.1], [0.01]
+    return True
 
 
 @pytest.mark.parametrize("folder", [None, "empty"])
