@@ -8,7 +8,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast test-llamacpp peers vllm test-vllm test-oldest test-readme soak coverage lint style types suite fix bench results measure gpu-check
+.PHONY: help demo test test-fast test-llamacpp peers vllm drafters test-vllm test-oldest test-readme soak coverage lint style types suite fix bench results measure gpu-check
 .PHONY: docs docs-serve test-pages dist test-wheel licences clean
 help:
 	@echo "make demo           generate four completions with a real model, coloured by step, and compare speeds"
@@ -30,6 +30,7 @@ help:
 	@echo "make results        measure every results page again, and with it the figures in README and docs"
 	@echo "                    (DATA=folder of data sets, LIMIT=prompts of each)"
 	@echo "make peers          install what make results compares with, except vLLM (make vllm): llama.cpp, compiled here, OpenVINO"
+	@echo "make drafters       train the drafters that make results compares with (an hour)"
 	@echo "make gpu-check      measure everything that needs a GPU, in ten minutes, and write one page"
 
 # Install torch first and alone, so that TORCH affects only its build.
@@ -94,6 +95,19 @@ $(PEERS)/.ready: $(READY)
 	cp -r $(LLAMACPP_SOURCE)/llama_cpp $(PEERS)/packages/
 	mkdir -p $(PEERS)/packages/llama_cpp_python-0.3.36.dist-info
 	cp $(LLAMACPP_SOURCE)/PKG-INFO $(PEERS)/packages/llama_cpp_python-0.3.36.dist-info/METADATA
+	@touch $@
+
+# The trained drafters that `make results` compares with: a million tokens of the model's own text, Medusa heads and an
+# EAGLE-style layer. An hour on two cores. An interrupted run continues with the text and states that are there.
+TRAINING := build/training
+SELF_TEXT := $(TRAINING)/lookahead-decoding/self-text
+drafters: $(TRAINING)/.ready
+$(TRAINING)/.ready: $(READY)
+	XDG_CACHE_HOME=$(CURDIR)/$(TRAINING) $(RUN)/python -m lookahead learn --tokens 1000000
+	ln -sfn $(CURDIR)/$$(ls -d $(SELF_TEXT)/* | head -n 1) build/text
+	for drafter in medusa eagle; do $(RUN)/python -m benchmarks.drafters.$$drafter --text build/text --states $(TRAINING)/states \
+	  --epochs 0.5 || exit; done
+	rm -r $(TRAINING)/states
 	@touch $@
 
 # vLLM needs other dependency versions, so it gets a separate environment. Its image and audio packages are removed: they must match
@@ -211,7 +225,7 @@ DATA ?= data
 LIMIT ?= 8
 results: $(READY)
 	@mkdir -p build
-	@for peer in peers vllm; do $(MAKE) --no-print-directory $$peer >build/$$peer.log 2>&1 \
+	@for peer in peers vllm drafters; do $(MAKE) --no-print-directory $$peer >build/$$peer.log 2>&1 \
 	  || echo "make $$peer failed (build/$$peer.log); the pages that need it are left out"; done
 	@$(MAKE) --no-print-directory measure
 

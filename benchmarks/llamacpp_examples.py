@@ -33,6 +33,7 @@ from lookahead.core import SettingsError
 
 from .datasets import load_workload
 from .llamacpp_build import build_of
+from .llamacpp_server import draft_options
 from .page import write_page
 from .paper import committed
 from .serve import running
@@ -44,27 +45,25 @@ OWN_PATH = ("plain", "adaptive")
 #: Engine -> its methods.
 METHODS = {"ours": OURS, "ours, CPU path": OWN_PATH}
 BENCH = "llama-bench, plain"
-#: Values of llama-server's ``--spec-type`` without a draft model, with further options. The defaults look up 12 or 24
-#: tokens and draft about 48, for long repeated passages; the others look up and draft few, as ours do.
-MODES: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "ngram-simple": (),
-    "ngram-simple 3,8": ("--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "8"),
-    "ngram-map-k": (),
-    "ngram-map-k 3,8": ("--spec-ngram-map-k-size-n", "3", "--spec-ngram-map-k-size-m", "8"),
-    "ngram-map-k4v": (),
-    "ngram-mod": (),
-    "ngram-mod 6,2,8": (
-        *("--spec-ngram-mod-n-match", "6", "--spec-ngram-mod-n-min", "2"),
-        *("--spec-ngram-mod-n-max", "8"),
-    ),
-    "ngram-cache": (),
-}
+#: Drafting modes of llama-server, with their numbers (``draft_options``). The defaults look up 12 or 24 tokens and
+#: draft about 48, for long repeated passages; the others look up and draft few, as ours do.
+MODES = (
+    "none",
+    "ngram-simple",
+    "ngram-simple 3,8",
+    "ngram-map-k",
+    "ngram-map-k 3,8",
+    "ngram-map-k4v",
+    "ngram-mod",
+    "ngram-mod 6,2,8",
+    "ngram-cache",
+)
 #: llama-lookup's numbers of drafted tokens; None is its default.
 LOOKUPS = (None, 8)
 ABOUT = (
     "Greedy; the same file, prompts and threads for each. S is tokens per pass after the prompt, tokens/s leave the "
-    "prompt out: the median over the repeats, with their range. In each repeat, all methods decode each prompt. "
+    "prompt out: the median over the repeats, with their range. In each repeat, ours and llama.cpp's command-line "
+    "programs decode each prompt in turn, and then the server decodes all prompts in one mode after the other. "
     "ours: on the llama.cpp engine; ours, CPU path: this library's own kernels. llama-bench decodes random tokens "
     "after as many as each prompt has. (15,5,15) is the triple that is compiled into llama-lookahead. llama-lookup "
     "drafts its default of three tokens or the number shown, ours ten. The server's modes have their defaults, "
@@ -163,7 +162,8 @@ def served(
 ) -> list[dict[str, Any]]:
     """llama-server's answers to the prompts in one of ``MODES``, after one uncounted request."""
     command = [path, "-m", str(arguments.model), "-t", str(arguments.threads), "-c", "4096", "-np", "1"]
-    command += ["--spec-type", mode.partition(" ")[0], *MODES[mode]]
+    kind, _, numbers = mode.partition(" ")
+    command += draft_options(kind, numbers)
     body = {"temperature": 0, "n_predict": arguments.tokens, "cache_prompt": False, "return_tokens": True}
     with running(command, "/health") as address, httpx.Client(base_url=address, timeout=600) as client:
         answers = [

@@ -3,6 +3,7 @@
     llamacpp-server                plain decoding of the GGUF file that the model was read from
     llamacpp-server:FILE           another file
     llamacpp-server:FILE:MODE      with drafts: a value of --spec-type without a draft model, such as ngram-mod
+    llamacpp-server:FILE:MODE:N,M  the same with other numbers of tokens looked up and drafted; see ``draft_options``
 
 The environment variable LLAMACPP_BIN names the folder of llama.cpp's programs. One server runs until the process
 ends; with drafts, each completion has a server of its own, because some modes remember earlier completions and ours
@@ -33,6 +34,11 @@ from .serve import running
 LLAMA_SERVER = "llamacpp-server"
 #: Tokens of context.
 CONTEXT = 4096
+#: Mode -> its options for the numbers after its name.
+NUMBERS = {
+    mode: (f"--spec-{mode}-size-n", f"--spec-{mode}-size-m") for mode in ("ngram-simple", "ngram-map-k")
+}
+NUMBERS["ngram-mod"] = ("--spec-ngram-mod-n-match", "--spec-ngram-mod-n-min", "--spec-ngram-mod-n-max")
 _open = ExitStack()
 atexit.register(_open.close)
 
@@ -47,11 +53,33 @@ def shares(total: int, parts: int) -> list[int]:
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
+def draft_options(mode: str, numbers: str = "") -> list[str]:
+    """The options of llama-server for a mode of drafting.
+
+    Args:
+        mode: a value of --spec-type.
+        numbers: tokens looked up and drafted; of ngram-mod tokens looked up, fewest and most drafted. Empty for
+            the defaults.
+
+    Raises:
+        SettingsError: the mode has no such numbers.
+
+    >>> draft_options("ngram-map-k", "3,8")
+    ['--spec-type', 'ngram-map-k', '--spec-ngram-map-k-size-n', '3', '--spec-ngram-map-k-size-m', '8']
+    """
+    values = numbers.split(",") if numbers else []
+    names = NUMBERS.get(mode, ())
+    if values and len(values) != len(names):
+        raise SettingsError(f"{mode} of llama-server must have {len(names)} numbers, got {numbers}")
+    options = [part for pair in zip(names, values, strict=False) for part in pair]
+    return ["--spec-type", mode, *options]
+
+
 class LlamaServer(Method):
     """Greedy decoding by llama-server.
 
     Args:
-        given: FILE or FILE:MODE; an empty file stands for the model's own.
+        given: FILE, FILE:MODE or FILE:MODE:NUMBERS; an empty file stands for the model's own.
         model: the model under test.
 
     Raises:
@@ -77,7 +105,10 @@ class LlamaServer(Method):
         self.settings = {"llama.cpp": build_of(program)}
         threads = torch.get_num_threads()
         self._words = [str(program), "--model", file, "--threads", str(threads), "--ctx-size", str(CONTEXT)]
-        self._words += ["--parallel", "1", "--no-webui", *(["--spec-type", self.mode] if self.mode else [])]
+        self._words += ["--parallel", "1", "--no-webui"]
+        if self.mode:
+            kind, _, numbers = self.mode.partition(":")
+            self._words += draft_options(kind, numbers)
         self._client: httpx.Client | None = None
 
     def comparable(self, options: RunOptions) -> bool:

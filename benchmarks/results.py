@@ -62,8 +62,8 @@ STUDY_OPTIONS = dict.fromkeys(("attention", "end-to-end", "scaling-law", "parall
 FEW = ("humaneval", "gsm8k", "mt-bench")
 #: How often each prompt is decoded on the pages of packed weights.
 REPEATS = 3
-#: Drafts of llama.cpp's server beside Q4_0, with default settings; the page llamacpp-examples has faster ones.
-MODES = ("ngram-mod",)
+#: Drafting modes of llama.cpp's server for Q4_0: the default settings, and the fastest of the page llamacpp-examples.
+MODES = ("ngram-mod", "ngram-map-k:3,8")
 #: The page that chooses the settings of OpenVINO.
 OPENVINO_PAGE = "bench-openvino"
 #: method -> the settings to try: for prompt lookup tokens drafted and the longest n-gram, and the precision, if it is
@@ -120,7 +120,7 @@ FOR_SOME = {
     "paper": ("paper/*",),
     "dynamics": ("batch_size.py",),
     "packed_step": ("step.py",),
-    "llamacpp_examples": ("serve.py",),
+    "llamacpp_examples": ("serve.py", "llamacpp_server.py", "llamacpp_build.py", "gguf_peer.py"),
     "vllm": ("vllm_run.py", "chain_s.py"),
     "trained": ("drafters/*", "peers.py", "rows.py"),
 }
@@ -232,6 +232,22 @@ def same_code(one: str, other: str, files: Sequence[str]) -> bool:
     return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
 
 
+#: Page -> what a reader must know about its comparison.
+NOTES = {
+    "bench-packed": "The file is made from the default model's Q4_1 file: embeddings and output rows are Q4_0 too. "
+    "llama.cpp's server and OpenVINO GenAI keep no prompts between completions.",
+    "bench-packed-q4_k_m": "Rows of SmolLM2 have 576 weights, not a multiple of 256, so most matrices of its "
+    "Q4_K_M file are Q5_0 and Q8_0. Files of larger models consist mostly of Q4_K and Q6_K, for which llama.cpp has "
+    "faster kernels, so its line does not carry over to them.",
+    "bench-openvino": "OpenVINO GenAI reads the same GGUF file, so that all have the same weights; its own "
+    "compressed format (NNCF) and the precision of its key-value cache were not varied. In README's table, it has "
+    "the fastest precision and setting of this page, over all prompts; settings whose speeds are within a few "
+    "percent are a tie.",
+    "bench-bf16": "hf-compiled is transformers with torch.compile and a static cache of 1024 positions; its "
+    "compilation is not counted.",
+}
+
+
 def side_by_side(name: str) -> tuple[str, str]:
     """A page of methods side by side from its committed records: Markdown, and its figures as JSON."""
     head, records = committed.read(RESULTS / "records" / f"{name}.jsonl.gz")
@@ -241,6 +257,8 @@ def side_by_side(name: str) -> tuple[str, str]:
     if "software" in head:
         about = machine_text(head["processor"], (record.get("load") for record in records))
         text += "\n" + f"{head['software']} {about}".strip() + "\n"
+    if name in NOTES:
+        text += f"\n{NOTES[name]}\n"
     origin = f"Every figure of this page is computed from [its records](records/{name}.jsonl.gz)."
     page = f"# {title}\n\n{text}\n{origin}\n\n![{figure_text(facts)}]({name}.svg)\n"
     return page, json.dumps(facts, indent=1) + "\n"
@@ -321,8 +339,8 @@ def steps(given: Sources) -> list[Step]:
     if model is not None and given.llamacpp_bin is not None:  # in the format that llama.cpp is fastest in
         file = _converted(model, "Q4_0")
         words = [file, "--against", f"llamacpp:{file}", "--bin", given.llamacpp_bin]
-    words += ["--clients", "1,4,16", "--repeats", 6, "--out", "docs/results"]
-    plan("serve", 4.5 if "--bin" in words else 3, "serve", *words)
+    words += ["--clients", "1,2,4,16,64", "--requests", 2, "--repeats", 4, "--out", "docs/results"]
+    plan("serve", 8 if "--bin" in words else 6, "serve", *words)
     plan("rows", 1.75 * given.half, "rows", *data, "--prompts", given.half)
     # Packed weights: how close they are, and what a step costs.
     if model is not None:
@@ -354,7 +372,7 @@ def steps(given: Sources) -> list[Step]:
         plan(name, minutes * prompts, "paper", *words, "--records", f"build/results/{name}")
     missing = [str(path) for path in (*TRAINED, given.text) if not (ROOT / path).exists()]
     if missing:
-        _left_out("trained", why=f"{' and '.join(missing)} must exist; benchmarks/drafters trains them")
+        _left_out("trained", why=f"{' and '.join(missing)} must exist; `make drafters` makes them")
     else:
         words = ["--text", given.text, "--rows", "4,8,16,64", "--prompts", limit]
         plan("trained", 3.9 * limit, "trained", *data, *words)

@@ -78,8 +78,9 @@ MOST_CHAIN = 8
 DIFFERENCES = (
     "The published figures are of Vicuna-7B on all of Spec-Bench, where much text is copied from the prompt "
     "(summaries, retrieval), with about 64 rows for trees. Those heads saw some 60,000 conversations and guess "
-    "the whole vocabulary; ours saw the model's own text only and guess the tokens of a shortlist. The static "
-    "tree shows what the same light head gives without the calibrated tree and the other sources.",
+    "the whole vocabulary; ours saw the model's own text only, guess the tokens of a shortlist, and "
+    "were trained for so short a time (see the table) that their losses were still falling. The static tree shows "
+    "what the same light head gives without the calibrated tree and the other sources.",
     "SmolLM2-135M has no smaller sibling, so the draft model of transformers' assisted generation is a copy of the "
     "model with the first third of its layers, not trained further. It shows the cost of a draft model of this size, "
     "not what a trained one guesses.",

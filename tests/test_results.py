@@ -192,6 +192,7 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
         "--limit 8 --repeats 3 --no-warm --method prompt-lookup lookahead:15,5,15 adaptive "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf llamacpp-server:build/results/SmolLM2.IQ4_NL.gguf "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-mod "
+        "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-map-k:3,8 "
         "openvino-greedy:build/results/SmolLM2.Q4_0.gguf:f32 "
         "openvino-lookup:build/results/SmolLM2.Q4_0.gguf:10,3:f32 --out build/results/bench-packed"
     )
