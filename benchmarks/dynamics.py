@@ -175,7 +175,7 @@ def convergence_text(texts: dict[str, list[dict[str, Any]]]) -> str:
         f"after six; here it is {100 * correct(1):.0f} % and {100 * correct(6):.0f} %. A guess is evaluated after "
         "other guesses, so an iteration is sure to correct only the first wrong one: S is "
         f"{min(ratios):.2f} to {max(ratios):.2f}. From {first} to {last} iterations, the share of correct positions "
-        f"grows by {100 * growth:.0f} % of the block, that of emitted tokens among them by {100 * emitted:.0f} %. "
+        f"grows by {100 * growth:.0f} percentage points, that of emitted tokens among them by {100 * emitted:.0f}. "
         "That is why the paper keeps the n-grams of the trajectory in a pool instead of waiting for convergence."
     )
 

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from lookahead.bench.methods import PLAIN
+from lookahead.bench.record import Record
 from lookahead.bench.report import markdown_table
 
 from . import startup
 from .blocks import with_block
 from .llamacpp_server import LLAMA_SERVER
+from .paper import committed
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 README, README_ZH = ROOT / "README.md", ROOT / "README.zh.md"
 #: The page whose table is in the README.
 PAGE = "bench-packed"
+#: Numbers of prompt tokens between which plain decoding is compared with llama.cpp's server by length.
+LENGTHS = (128, 256)
 #: method in the records -> name in the README; other methods are on the page only
 NAMES = {
     LLAMA_SERVER: "llama.cpp's server",
@@ -35,6 +42,10 @@ NAMES = {
 }
 #: Words of the README's block -> those of README.zh.md; names of data sets, machines and software stay as they are
 CHINESE = {
+    r"\*\*First token from the server\*\*, with (\d+) clients?: (.*?), against (.*?) for llama\.cpp's server "
+    r"\(\[the page\]\((.*?)\)\)\.": (
+        r"**服务器的第一个 token**，\1 个客户端时：\2，llama.cpp 服务器为 \3（[结果页](\4)）。"
+    ),
     r"Prompts of each set: (\d+)\. ": r"每个数据集的提示词数：\1。",
     r'Prompts of each set: (\d+), decoded in (\d+) runs; "runs" is the range of "times plain" over them\. ': (
         r"每个数据集的提示词数：\1，各运行 \2 次；“各次运行”是相对普通解码的倍数在各次运行中的范围。"
@@ -58,6 +69,14 @@ CHINESE = {
     r"With drafts, llama\.cpp reaches at most (\d+) tokens/s \((.*?)\), and (\d+) without, on three data sets": (
         r"在三个数据集上，llama.cpp 使用草稿最高每秒 \1 个 token（\2），不用草稿最高 \3"
     ),
+    r" After prompts of under (\d+) tokens, compared with llama\.cpp's server in (\S+), plain decoding is (\S+) times "
+    r"as fast; after (\d+) to (\d+), (\S+) times; after longer ones, (\S+) times, because llama\.cpp slows down more "
+    r"with the context\. In the (\d+) runs it had (.*?) tokens/s, and llama\.cpp's server (.*?): other guests of the "
+    r"host disturb both\.": (
+        r"提示词少于 \1 个 token 时，与 llama.cpp 服务器（\2）相比，普通解码的速度是其 \3 倍；"
+        r"\4 到 \5 个时 \6 倍；更长时 \7 倍，因为 llama.cpp 随上下文变慢得更多。"
+        r"\8 次运行中，普通解码每秒 \9 个 token，llama.cpp 服务器 \10 个：主机上的其他虚拟机对两者都有干扰。"
+    ),
     r"\| equal \|": "| 一致 |",
     r"(\d+) of (\d+)": r"\1/\2",
     r"llama\.cpp's server": "llama.cpp 服务器",
@@ -68,8 +87,8 @@ CHINESE = {
     r"\*\*Start\*\*: (.*?) from the command to the end of a completion of one token": (
         r"**启动**：从命令到输出一个 token 并结束 \1"
     ),
-    r"\*\*Memory\*\*: (.*?) of resident memory with the default model's file": (
-        r"**内存**：使用默认模型的文件时常驻 \1"
+    r"\*\*Memory\*\*: (.*?) at most, with the default model's file": (
+        r"**内存**：使用默认模型的文件时最多常驻 \1"
     ),
     r", against (.*?) for llama\.cpp\.": r"，llama.cpp 为 \1。",
     r"\*\*First use\*\*: (.*?) once per machine and version, to compile the kernels and measure the cost of steps of "
@@ -133,6 +152,44 @@ def slower(facts: dict[str, Any]) -> str:
     return text
 
 
+def by_length(records: Sequence[Record]) -> str:
+    """Plain decoding compared with that of llama.cpp's server, by length of the prompt and by run.
+
+    Args:
+        records: those of the README's page.
+
+    Returns:
+        Two sentences; "" if the records have no such server.
+    """
+    other = next((x["method"] for x in records if x["method"].startswith(f"{LLAMA_SERVER}:")), "")
+    if not other or ":" in other.removeprefix(f"{LLAMA_SERVER}:"):
+        return ""
+
+    def rate(method: str, least: int = 0, most: float = inf, repeat: int | None = None) -> float:
+        own = [
+            x
+            for x in records
+            if x["method"] == method and least <= x["prompt_tokens"] < most and repeat in (None, x["repeat"])
+        ]
+        tokens = sum(x["new_tokens"] - x["prefill_tokens"] for x in own)
+        return tokens / sum(x["decode_seconds"] for x in own)
+
+    ends = (0, *LENGTHS, inf)
+    ratios = [rate(PLAIN, *span) / rate(other, *span) for span in pairwise(ends)]
+    repeats = sorted({x["repeat"] for x in records})
+    ours, theirs = (
+        ", ".join(f"{rate(method, repeat=each):.0f}" for each in repeats) for method in (PLAIN, other)
+    )
+    kind = Path(other).suffixes[-2][1:]
+    first, last = LENGTHS
+    return (
+        f"After prompts of under {first} tokens, compared with llama.cpp's server in {kind}, plain decoding is "
+        f"{ratios[0]:.2f} times as fast; after {first} to {last - 1}, {ratios[1]:.2f} times; after longer ones, "
+        f"{ratios[2]:.2f} times, because llama.cpp slows down more with the context. In the {len(repeats)} runs it "
+        f"had {ours} tokens/s, and llama.cpp's server {theirs}: other guests of the host disturb both."
+    )
+
+
 def own_programs(figures: dict[str, list[list[str]]], native: bool = False) -> str:
     """The fastest of llama.cpp's own programs, plain and with drafts.
 
@@ -162,8 +219,31 @@ def own_programs(figures: dict[str, list[list[str]]], native: bool = False) -> s
     )
 
 
-def behind(found: dict[str, Any]) -> str:
-    """Start-up, memory and first use as a list."""
+def first_token(figures: Sequence[dict[str, Any]]) -> str:
+    """Where llama.cpp's server emits the first token sooner; "" if it does so for no number of clients.
+
+    Args:
+        figures: those of the page of the server.
+    """
+    times = {(line["clients"], line["method"]): line["first_token_p50"] for line in figures}
+    for clients, method in times:
+        ours, theirs = times[clients, "adaptive"], times.get((clients, "llama.cpp's server"), inf)
+        if method == "adaptive" and theirs < ours:
+            with_clients = f"{clients} client{'s' * (clients > 1)}"
+            return (
+                f"- **First token from the server**, with {with_clients}: {1000 * ours:.0f} ms, "
+                f"against {1000 * theirs:.0f} ms for llama.cpp's server ([the page](docs/results/serve.md)).\n"
+            )
+    return ""
+
+
+def behind(found: dict[str, Any], served: Sequence[dict[str, Any]] = ()) -> str:
+    """Start-up, memory and first use as a list.
+
+    Args:
+        found: the figures of the page of start-up.
+        served: those of the page of the server.
+    """
     shown = startup.cells(found)
     ours, theirs = shown["ours"], shown.get("llama.cpp", {})
 
@@ -172,7 +252,8 @@ def behind(found: dict[str, Any]) -> str:
 
     return (
         f"- **Start**: {ours['start']} from the command to the end of a completion of one token{against('start')}.\n"
-        f"- **Memory**: {ours['memory']} of resident memory with the default model's file{against('memory')}.\n"
+        f"- **Memory**: {ours['memory']} at most, with the default model's file{against('memory')}.\n"
+        f"{first_token(served)}"
         f"- **First use**: {ours['first use']} once per machine and version, to compile the kernels and measure the "
         "cost of steps of the model; llama.cpp has no such step, because it is compiled in advance.\n"
         "- Medians with their range, both with the default model's file ([the page](docs/results/startup.md))."
@@ -207,9 +288,14 @@ def with_blocks(text: str, words: Mapping[str, str] = MappingProxyType({})) -> s
         native = any(line["method"].startswith(LLAMA_SERVER) for line in facts["figures"])
         if page.is_file():
             blocks["speeds"] += " " + own_programs(json.loads(page.read_text())["figures"], native=native)
+        page = RESULTS / "records" / f"{PAGE}.jsonl.gz"
+        if native and page.is_file():
+            blocks["speeds"] += " " + by_length(committed.read(page)[1])
     page = RESULTS / "startup.json"
     if page.is_file():
-        blocks["behind"] = behind(json.loads(page.read_text())["figures"])
+        served = RESULTS / "serve.json"
+        lines = json.loads(served.read_text())["figures"] if served.is_file() else []
+        blocks["behind"] = behind(json.loads(page.read_text())["figures"], lines)
     for name, block in blocks.items():
         for english, other in words.items():
             block = re.sub(english, other, block)

@@ -167,6 +167,17 @@ def test_an_unequal_text_is_never_shown_without_that_fact():
     assert "liar" in text
     assert "100.0 tokens/s" in text
     assert "not equal from token 7 on" in text
+    assert "liar at 100.0" in text, "without a state, there is one space"
+
+
+def test_repeats_that_diverge_at_the_same_token_are_described_once():
+    records = run([Liar()], [CYCLE * 2], cycling(), RunOptions(max_new_tokens=16))
+    again = [record | {"repeat": 1} for record in records]
+    text, _ = page_of(records + again, "command")
+    assert text.count("not equal from token 7 on") == 1
+    again[1]["first_divergence"] = 8
+    text, _ = page_of(records + again, "command")
+    assert text.count("not equal from token") == 2
 
 
 def test_broken_verification_is_found(accept_a_wrong_node):

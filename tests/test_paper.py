@@ -328,8 +328,8 @@ def test_what_differs_is_computed():
     paper_s = [1.0, 1.5, 2.0]
     assert ablation.differences(paper_s, paper_s, paper_s, 3) == []
     higher, lower, loops = ablation.differences([1.0, 1.8, 1.5], paper_s, [1.0, 1.45, 1.5], 3)
-    assert higher == "Row with higher S than in the paper: 2 (1.80 against 1.50)."
-    assert lower == "Row with lower S than in the paper: 3 (1.50 against 2.00)."
+    assert higher == "Row with higher S than in the paper, by over 3 %: 2 (1.80 against 1.50)."
+    assert lower == "Row with lower S than in the paper, by over 3 %: 3 (1.50 against 2.00)."
     assert loops.endswith("On the loop-free texts S falls in row 2, so loops explain what stands higher.")
     loops = ablation.differences([1.0, 1.8, 2.0], paper_s, [1.0, 1.9, 2.0], 3)[-1]
     assert "S rises in row 2, so loops of a small model do not explain row 2" in loops

@@ -141,7 +141,9 @@ def differences(
         if rows:
             values = [f"{row + 1} ({ours[row]:.2f} against {theirs[row]:.2f})" for row in rows]
             stand = "Row" if len(rows) == 1 else "Rows"
-            sentences.append(f"{stand} with {word} S than in the paper: {in_words(values)}.")
+            sentences.append(
+                f"{stand} with {word} S than in the paper, by over {100 * NOTABLE:.0f} %: {in_words(values)}."
+            )
 
     # A small model repeats itself, which raises S: how does S change on the completions without loops?
     if higher and texts:

@@ -407,8 +407,8 @@ def differences(ratios: Mapping[str, Mapping[int, float]]) -> list[str]:
             )
         if first and last / first < FLAT_S:
             sentences.append(
-                f"On {workload} S hardly grows with the window ({change}), so more ranks bring nothing there; "
-                f"{theirs}."
+                f"On {workload} S hardly grows with the window ({change}), so a larger window brings nothing there, "
+                f"and more ranks help only by sharing the rows of (15, 5, 15); {theirs}."
             )
         else:
             growth = 100 * (last / first - 1) if first else nan

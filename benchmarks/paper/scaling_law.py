@@ -156,6 +156,9 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         if len(points) < 3:
             body += [f"{what}: too few to fit.", ""]
             continue
+        if loop_free and free == texts and False in fits:
+            body += ["All texts are loop-free.", ""]
+            continue
         kept = loop_free_records(records) if loop_free else records
         draws = drawn_ratios(kept, list(methods().values()))
         drawn = {size: draws[:, i] for i, size in enumerate(methods())}

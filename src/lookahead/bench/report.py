@@ -305,8 +305,9 @@ def unequal_text(record: Record) -> str:
     """A line about an unequal completion: its speed, where it diverges, and how close the two logits are there."""
     gap = record["logit_gap"]
     near = f", where the two logits are {gap:.2g} apart" if gap is not None else ""
+    method = f"{record['method']} {record['state']}".strip()
     return (
-        f"{record['workload']}/{record['prompt']} turn {record['turn']}: {record['method']} {record['state']} at "
+        f"{record['workload']}/{record['prompt']} turn {record['turn']}: {method} at "
         f"{number(_rate([record]), 1)} tokens/s is not equal from token {record['first_divergence']} on{near}"
     )
 
@@ -362,7 +363,11 @@ def notes_of(summary: Summary, records: Sequence[Record]) -> list[str]:
         f"{count} prompts of {workload} were skipped, because the context is too short."
         for workload, count in summary.skipped.items()
     ]
-    return [*left_out, *map(unequal_text, summary.unequal), *filter(None, [was_busy(records)])]
+    # Repeats of a completion usually diverge at the same token, so only the first of these is described.
+    keys = ("workload", "prompt", "turn", "method", "state", "first_divergence")
+    first = {tuple(record[key] for key in keys): record for record in reversed(summary.unequal)}
+    unequal = [unequal_text(record) for record in reversed(first.values())]
+    return [*left_out, *unequal, *filter(None, [was_busy(records)])]
 
 
 def page_of(records: Sequence[Record], command: str) -> tuple[str, dict[str, Any]]:
