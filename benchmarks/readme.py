@@ -69,10 +69,10 @@ CHINESE = {
     r"With drafts, llama\.cpp reaches at most (\d+) tokens/s \((.*?)\), and (\d+) without, on three data sets": (
         r"在三个数据集上，llama.cpp 使用草稿最高每秒 \1 个 token（\2），不用草稿最高 \3"
     ),
-    r" After prompts of under (\d+) tokens, compared with llama\.cpp's server in (\S+), plain decoding is (\S+) times "
-    r"as fast; after (\d+) to (\d+), (\S+) times; after longer ones, (\S+) times, because llama\.cpp slows down more "
-    r"with the context\. In the (\d+) runs it had (.*?) tokens/s, and llama\.cpp's server (.*?): other guests of the "
-    r"host disturb both\.": (
+    r" After prompts of under (\d+) tokens, compared with llama\.cpp's server in (\S+), plain decoding is (\S+) "
+    r"times as fast; after (\d+) to (\d+), (\S+) times; after longer ones, (\S+) times, because llama\.cpp slows "
+    r"down more with the context\. In the (\d+) runs it had (.*?) tokens/s, and llama\.cpp's server (.*?): other "
+    r"guests of the host disturb both\.": (
         r"提示词少于 \1 个 token 时，与 llama.cpp 服务器（\2）相比，普通解码的速度是其 \3 倍；"
         r"\4 到 \5 个时 \6 倍；更长时 \7 倍，因为 llama.cpp 随上下文变慢得更多。"
         r"\8 次运行中，普通解码每秒 \9 个 token，llama.cpp 服务器 \10 个：主机上的其他虚拟机对两者都有干扰。"
