@@ -3,6 +3,8 @@
 import hashlib
 import json
 from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,9 @@ from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.calibration import GREEDY_GUESSES, SAMPLED_GUESSES
 from lookahead.drafters.adaptive.sources.light_head import sampled_guess_kinds
 from lookahead.drafters.adaptive.state import AdaptiveState
+from lookahead.engine.admission import Admission
 from lookahead.integrations.llamacpp.llamacpp_target import LlamaCppTarget
+from lookahead.integrations.llamacpp.model import LlamaCppModel
 from lookahead.models.head_file import QUANTIZE, HeadWeights, from_blocks, load_head
 from lookahead.targets import light_head
 from lookahead.targets.batch_rows import BatchRowsTarget
@@ -24,10 +28,13 @@ from lookahead.targets.cpu.cpu_target import CpuTarget
 from lookahead.targets.cpu.packed_model import quantize_model
 from lookahead.targets.exact_mode import CapturedExactTarget, ExactTarget
 from lookahead.targets.light_head import head_of, make_head, own_head_file, row_readers
+from lookahead.targets.limits import Probe
+from lookahead.targets.own_model import OwnConfig
 from lookahead.targets.paths import make_target, probe
 from lookahead.targets.transformers import PlainTarget, TransformersTarget
 from lookahead.testing import FakeTarget, run, tiny_model
 from lookahead.threads import thread_count
+from test_cli import refused
 
 VOCABULARY, HIDDEN, WIDTH = 96, 64, 96
 RANDOM = np.random.default_rng(0)
@@ -227,11 +234,11 @@ def test_a_head_of_another_model_is_refused(models):
             make_head(models["packed"], CpuTarget, weights(**changed))
 
 
-@pytest.mark.parametrize(
-    "target",
-    [PlainTarget, BatchRowsTarget, ExactTarget, CapturedExactTarget, LlamaCppTarget],
-    ids=lambda target: target.__name__,
-)
+#: Targets without hidden states.
+NO_HIDDEN = [PlainTarget, BatchRowsTarget, ExactTarget, CapturedExactTarget, LlamaCppTarget]
+
+
+@pytest.mark.parametrize("target", NO_HIDDEN, ids=lambda target: target.__name__)
 def test_paths_without_hidden_states_are_refused_by_name(models, target):
     with pytest.raises(SettingsError, match=target.path):
         make_head(models["module"], target, weights())
@@ -492,6 +499,62 @@ def test_auto_takes_the_head_of_this_model_if_there_is_one(models, tmp_path, mon
     head = head_of(model, CpuTarget, "auto", lambda: make_target(model), said.append)
     assert head.cost > 0
     assert head is head_of(model, CpuTarget, "auto", lambda: make_target(model), said.append)
-    assert head_of(model, ExactTarget, "auto", lambda: make_target(model), said.append) is None
     assert own_head_file(model) == own_head_file(models["module"])
     assert not said
+
+
+@pytest.mark.parametrize("wanted", ["auto", "head.safetensors"])
+@pytest.mark.parametrize("target", NO_HIDDEN, ids=lambda target: target.__name__)
+def test_a_head_on_a_path_without_hidden_states_is_said_once(models, target, wanted):
+    """Also "auto", because a head is off unless it is requested, and whether or not there is a file."""
+    said = []
+    model = quantize_model(models["module"], probe(models["module"]).facts, "q8_0")
+    for _ in range(2):
+        assert head_of(model, target, wanted, lambda: pytest.fail("a step was measured"), said.append) is None
+    assert said == [
+        f"head={wanted!r} needs hidden states, which the path {target.path!r} does not provide; "
+        "continuing without a light head"
+    ]
+
+
+def llamacpp_model():
+    """A model on llama.cpp's engine without llama.cpp."""
+    model = object.__new__(LlamaCppModel)
+    model.description = "llama, Q4_1 weights, llama.cpp on CPU, f16 keys and f16 values"
+    model.config = OwnConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=2)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["tree", "plain"])
+def test_auto_with_the_engine_of_llamacpp_is_said_once(mode, tmp_path, monkeypatch, capsys):
+    """With drafts and without."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    admission = Admission(llamacpp_model(), Probe(mode, "", None, None), lambda: LlamaCppTarget)
+    for _ in range(2):
+        request = admission(Request([5, 6, 7], Adaptive(rows=4, head="auto"), 5), LlamaCppTarget)
+        assert request.head is None
+        assert request.drafter.name == ("adaptive" if mode == "tree" else "plain")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "head='auto' needs hidden states, which the path 'llama.cpp' does not provide" in line
+    assert line.endswith("continuing without a light head")
+
+
+@pytest.mark.parametrize("path", ["exact", "plain"])
+def test_auto_without_hidden_states_decodes_the_same_text(path, capsys):
+    model = tiny_model("llama")
+    target = make_target(model, path=path)
+    admission = Admission(model, probe(model), lambda: target)
+    texts = []
+    for drafter in (Plain(), *(Adaptive(rows=4, head="auto"),) * 2):
+        (sequence,) = run(target, [admission(Request([5, 6, 7], drafter, 10), target)])
+        texts.append(sequence.tokens)
+    assert texts[0] == texts[1] == texts[2]
+    assert len(texts[0]) == 10
+    assert capsys.readouterr().err.count(f"the path {path!r} does not provide") == 1
+
+
+def test_training_a_head_names_the_engine_that_cannot(monkeypatch):
+    loaded = SimpleNamespace(model=llamacpp_model())
+    command = import_module("lookahead.cli.train_head")
+    monkeypatch.setattr(command, "load_model", lambda load: loaded)
+    refused("needs hidden states, which engine='llama.cpp' does not provide; omit engine", "train-head", "x")

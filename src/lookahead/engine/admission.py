@@ -68,13 +68,13 @@ class Admission:
 
     def __call__(self, request: Request, target: Target) -> Request:
         self._captured = target.captures
+        wanted = request.drafter.wanted_head
         if not self._probed.drafts:
             request = replace(request, drafter=Plain())
         if request.drafter.needs_cost_curve and request.cost_curve is None:
             request = replace(request, cost_curve=self._cost_curve(target))
         elif self._limits_rows and (request.drafter.max_step_rows or 0) > LEAST_ROWS:
             self._cost_curve(target)  # for the row budget
-        wanted = request.drafter.wanted_head
         if wanted is not None and request.head is None:
             request = replace(request, head=self._head(wanted, target))
         if request.drafter.needs_base_table and request.base_table is None:

@@ -13,7 +13,7 @@ from ..core import SettingsError
 from ..drafters.adaptive.base_files import table_name
 from ..models.head_file import BLOCK, HeadWeights
 from ..records import cache_folder
-from ..targets.light_head import own_head_file, row_readers, sizes_of
+from ..targets.light_head import check_hidden, own_head_file, row_readers, sizes_of
 from .head_data import Positions
 from .hidden_states import check_room, collect
 from .self_text import Writer, check_folder, check_output, check_same_model
@@ -67,10 +67,7 @@ class HeadLearner:
         self._vocabulary, self._hidden = sizes_of(llm.model)
         self._embed, self._output_rows = row_readers(llm.model)
         self._target = llm.target()
-        if not self._target.gives_hidden:
-            raise SettingsError(
-                f"a light head needs hidden states, which the path {self._target.path!r} does not provide"
-            )
+        check_hidden(self._target)
         if self._hidden % BLOCK:
             raise SettingsError(
                 f"a light head needs a hidden size that is a multiple of {BLOCK}, but this model's is {self._hidden}"

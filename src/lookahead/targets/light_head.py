@@ -27,12 +27,20 @@ _of_models: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Any]] = weakref
 
 
 def sizes_of(model: Any) -> tuple[int, int]:
-    """(vocabulary size, hidden size) of a model."""
+    """(vocabulary size, hidden size) of a model.
+
+    Raises:
+        SettingsError: its engine provides no hidden states, or it has no output embeddings.
+    """
     compiled = getattr(model, "compiled", None) if isinstance(model, OwnModel) else None
     if compiled is not None:
         return compiled.vocabulary, compiled.blueprint.hidden
-    if isinstance(model, OwnModel) or model.get_output_embeddings() is None:
-        raise SettingsError(f"a light head needs hidden states, and {_name(model)} does not provide them")
+    if isinstance(model, OwnModel):
+        raise SettingsError(
+            f"a light head needs hidden states, which engine={model.path!r} does not provide; omit engine"
+        )
+    if model.get_output_embeddings() is None:
+        raise SettingsError(f"a light head needs a model with output embeddings, and {_name(model)} has none")
     rows, hidden = model.get_output_embeddings().weight.shape
     return rows, hidden
 
@@ -64,6 +72,12 @@ def row_readers(model: Any) -> tuple[Callable[[Sequence[int]], Array], Callable[
     return reader(parts[0]), reader(parts[1])
 
 
+def check_hidden(target: Target, what: str = "a light head") -> None:
+    """Raise SettingsError, whose message begins with ``what``, unless the target provides hidden states."""
+    if not target.gives_hidden:
+        raise SettingsError(f"{what} needs hidden states, which the path {target.path!r} does not provide")
+
+
 def make_head(model: Any, target: Target, weights: HeadWeights) -> Any:
     """The head of a model that this target evaluates: compiled if the target is, else in torch.
 
@@ -72,10 +86,7 @@ def make_head(model: Any, target: Target, weights: HeadWeights) -> Any:
     """
     from ..drafters.adaptive.calibration import GREEDY_GUESSES, SAMPLED_GUESSES
 
-    if not target.gives_hidden:
-        raise SettingsError(
-            f"a light head needs hidden states, and the path {target.path!r} does not provide them"
-        )
+    check_hidden(target)
     weights.check(*sizes_of(model), name=_name(model))
     for name, kinds in (("greedy", GREEDY_GUESSES), ("sampled", SAMPLED_GUESSES)):
         found = weights.counts[name][0].shape[1]
@@ -116,7 +127,7 @@ def head_of(
     """The light head that a drafter asks for, or None.
 
     All sequences of a model share it. The first time that it cannot be used, ``notice`` receives the reason, in one
-    line.
+    line. This includes "auto" on a path without hidden states, because no drafter has a head unless it is requested.
 
     Args:
         model: a loaded model.
@@ -129,14 +140,14 @@ def head_of(
     if key not in heads:
         heads[key] = None
         try:
+            check_hidden(target, f"head={wanted!r}")
             file = find_head(model) if wanted == "auto" else Path(wanted)
             if file is not None:
                 head = make_head(model, target, load_head(file))
                 head.cost = measured_cost(head, make_target())
                 heads[key] = head
         except (NumericalError, OutOfMemory, SettingsError) as error:
-            if wanted != "auto" or target.gives_hidden:  # "auto" was no explicit request
-                notice(f"{error}; continuing without a light head")
+            notice(f"{error}; continuing without a light head")
     return heads[key]
 
 
