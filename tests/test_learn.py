@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import signal
 import threading
 import time
@@ -11,6 +10,7 @@ import time
 import pytest
 
 import lookahead
+from learned import small_disk
 from lookahead.core import SettingsError
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.base_files import find_base_table, learned_file
@@ -156,15 +156,9 @@ def test_an_interrupt_during_a_save_stores_no_text_twice(chats, tmp_path, monkey
 
 def test_without_room_for_the_table_the_text_is_kept(tmp_path):
     file, size = tmp_path / "table", 60_000
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        words = ("learn", "tiny", "--tokens", 900, "--output", file)
+    words = ("learn", "tiny", "--tokens", 900, "--output", file)
+    with small_disk(size):
         code, out, err = call(*words)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
     assert (code, out) == (2, "")
     assert re.search("with free disk space .*; the text is kept, and the next run continues from it", err)
     assert list(tmp_path.glob("table*")) == []

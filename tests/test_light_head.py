@@ -12,15 +12,16 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import lookahead
+from learned import random_head
 from lookahead.core import Request, SettingsError, Start, TokenTree
 from lookahead.drafters import Adaptive, Plain
-from lookahead.drafters.adaptive.calibration import GREEDY_GUESSES, SAMPLED_GUESSES
+from lookahead.drafters.adaptive.calibration import GREEDY_GUESSES
 from lookahead.drafters.adaptive.sources.light_head import sampled_guess_kinds
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.engine.admission import Admission
 from lookahead.integrations.llamacpp.llamacpp_target import LlamaCppTarget
 from lookahead.integrations.llamacpp.model import LlamaCppModel
-from lookahead.models.head_file import QUANTIZE, HeadWeights, from_blocks, load_head
+from lookahead.models.head_file import QUANTIZE, from_blocks, load_head
 from lookahead.targets import light_head
 from lookahead.targets.batch_rows import BatchRowsTarget
 from lookahead.targets.cpu.compiled_head import MAX_ROWS
@@ -45,22 +46,7 @@ def numbers(*shape, scale=1.0):
 
 
 def weights(shortlist=None, width=WIDTH, **changed):
-    chosen = np.arange(3, VOCABULARY, 2, dtype=np.int32) if shortlist is None else shortlist
-    fields = {
-        "hidden_norm": 1 + numbers(HIDDEN, scale=0.1),
-        "embedding_norm": 1 + numbers(HIDDEN, scale=0.1),
-        "gate": numbers(width, 2 * HIDDEN, scale=0.1),
-        "up": numbers(width, 2 * HIDDEN, scale=0.1),
-        "down": numbers(HIDDEN, width, scale=0.1),
-    }
-    kinds = {"greedy": GREEDY_GUESSES, "sampled": SAMPLED_GUESSES}
-    counts = {
-        name: (np.full((2, n), 3.0, np.float32), np.full((2, n), 10.0, np.float32))
-        for name, n in kinds.items()
-    }
-    fields |= {"about": {"tokens": 5}, "bits": 8}
-    made = HeadWeights(VOCABULARY, HIDDEN, chosen, scale=0.7, levels=2, counts=counts, **fields)
-    return replace(made, **changed)
+    return replace(random_head(VOCABULARY, HIDDEN, width, shortlist, RANDOM), **changed)
 
 
 def reference(head, embeddings, output, states, tokens):
