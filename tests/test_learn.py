@@ -10,16 +10,17 @@ import time
 import pytest
 
 import lookahead
-from learned import small_disk
+from learned import save_table, small_disk
 from lookahead.core import SettingsError
 from lookahead.drafters import Adaptive, Plain
+from lookahead.drafters.adaptive import base_files
 from lookahead.drafters.adaptive.base_files import find_base_table, learned_file
 from lookahead.learning import self_text, text_parts
 from lookahead.learning.self_text import Writer
 from lookahead.learning.table_learner import Goal, Learner
 from lookahead.learning.text_parts import Folder
 from test_cli import call, refused
-from toy import save
+from toy import VOCABULARY, save
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,25 @@ def test_what_was_learned_is_found_and_changes_no_text():
 def test_doctor_says_that_there_is_none(chats):
     _, out, _ = call("doctor", chats, "--json")
     assert json.loads(out)["model"]["base_table"] == "none; lookahead learn makes one"
+
+
+@pytest.mark.filterwarnings("ignore:.*base table:UserWarning")
+def test_doctor_names_a_damaged_table_and_the_one_in_use(chats, tmp_path, monkeypatch):
+    """As drafting does, it reads the included table if the learned one is damaged."""
+    config = lookahead.load(chats).model.config
+    learned = learned_file(config)
+    included = tmp_path / "included" / learned.name
+    save_table(included, VOCABULARY, [[token, 7, 8, 9, token, 10] for token in range(3, 60)])
+    learned.parent.mkdir(parents=True)
+    learned.write_bytes(included.read_bytes()[:-1])
+    monkeypatch.setattr(base_files, "INCLUDED", included.parent)
+    _, out, _ = call("doctor", chats, "--json")
+    damaged, used = json.loads(out)["model"]["base_table"].split("; in use: ")
+    assert damaged.startswith(f"{learned} is not a usable base table: ")
+    assert used == f"{included}, from {base_files.base_table_of(config, VOCABULARY).learned:,} tokens"
+    included.unlink()
+    _, out, _ = call("doctor", chats, "--json")
+    assert json.loads(out)["model"]["base_table"] == f"{damaged}; none; lookahead learn makes one"
 
 
 def test_a_second_run_continues_the_first(chats, tmp_path):

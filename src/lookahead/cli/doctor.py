@@ -163,19 +163,19 @@ def _model(llm: LLM) -> dict[str, Any]:
 
 
 def _base_table(llm: LLM) -> str:
-    """The table that the adaptive drafter reads, or how to get one."""
-    from ..drafters.adaptive.base_files import find_base_table
-    from ..drafters.adaptive.sources.base_table import open_table
+    """The table that the adaptive drafter reads, or how to get one, after those that it cannot use."""
+    from ..drafters.adaptive.base_files import checked_table, table_files
 
-    file = find_base_table(llm.model.config)
-    if file is None:
-        return "none; lookahead learn makes one"
-    try:
-        table = open_table(file)
-        table.check(llm.vocabulary)
-    except SettingsError as error:
-        return str(error)
-    return f"{file}, from {table.learned:,} tokens"
+    parts = list[str]()
+    for file in table_files(llm.model.config):
+        try:
+            table = checked_table(file, llm.vocabulary)
+        except SettingsError as error:
+            parts.append(str(error))
+            continue
+        used = f"{file}, from {table.learned:,} tokens"
+        return "; ".join([*parts, f"in use: {used}"]) if parts else used
+    return "; ".join([*parts, "none; lookahead learn makes one"])
 
 
 def _plain(value: Any) -> str:

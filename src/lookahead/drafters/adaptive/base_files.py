@@ -72,12 +72,25 @@ def usable_table(path: str | os.PathLike[str], vocabulary: int) -> BaseTable | N
         vocabulary: V of the model; 0 if unknown.
     """
     try:
-        table = open_table(path)
-        if vocabulary:
-            table.check(vocabulary)
+        return checked_table(path, vocabulary)
     except SettingsError as error:
         _warn(str(error))
         return None
+
+
+def checked_table(path: str | os.PathLike[str], vocabulary: int) -> BaseTable:
+    """The table in a file.
+
+    Args:
+        path: the file.
+        vocabulary: V of the model; 0 if unknown.
+
+    Raises:
+        SettingsError: the file is not a base table, or it belongs to another vocabulary.
+    """
+    table = open_table(path)
+    if vocabulary:
+        table.check(vocabulary)
     return table
 
 
