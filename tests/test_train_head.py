@@ -1,7 +1,9 @@
 """``lookahead train-head`` trains a head that every command finds, and resumes after interruptions."""
 
+import errno
 import json
 from collections import namedtuple
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -9,9 +11,10 @@ import pytest
 import torch
 
 import lookahead
+from learned import small_disk
 from lookahead.core import SettingsError
 from lookahead.drafters import Adaptive, Plain
-from lookahead.learning import hidden_states
+from lookahead.learning import hidden_states, self_text
 from lookahead.learning.head_data import Positions
 from lookahead.learning.head_learner import HeadLearner
 from lookahead.learning.hidden_states import collect, states_of
@@ -239,6 +242,50 @@ def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatc
 def test_a_model_without_hidden_states_is_refused(chats, monkeypatch):
     monkeypatch.setattr(CpuTarget, "gives_hidden", False)
     refused("needs hidden states, which the path 'cpu' does not provide", *OPTIONS, chats)
+
+
+KEPT = "; what was saved before is kept, and the same command continues"
+
+
+def test_without_room_for_hidden_states_the_text_is_kept(chats, monkeypatch):
+    monkeypatch.setattr(self_text, "PART_SECONDS", 1e9)  # one part, whose states are larger than its text
+    with small_disk(2 * 64 * TOKENS - 10_000):
+        code, out, err = command(chats)
+    assert (code, out) == (2, "")
+    line = err.strip().splitlines()[-1]
+    file = HeadLearner(lookahead.load(chats), TOKENS, TrainSettings()).folder / "part-000000.npy"
+    assert line.startswith(f"error: {file} must be a writable file with free disk space (")
+    assert line.endswith(KEPT)
+    assert not [left for left in file.parent.iterdir() if left.name.startswith("part-")]
+    code, _, err = command(chats)
+    assert code == 0
+    assert "tokens of earlier runs" in err
+
+
+def test_without_room_for_the_head_the_training_is_kept(chats, tmp_path, monkeypatch):
+    """From the command and from Python; the next run trains no further step."""
+    output = tmp_path / "head"
+    write = Path.write_bytes
+
+    def full(path, content):
+        if path.name.startswith("head."):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, content)
+
+    expected = f"{output} must be a writable file with free disk space (No space left on device){KEPT}"
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        code, out, err = command(chats, "--output", output)
+        assert (code, out) == (2, "")
+        assert err.strip().splitlines()[-1] == f"error: {expected}"
+        _interrupt_after(patched, Training, "_train", 0)
+        with pytest.raises(SettingsError) as error:
+            HeadLearner(lookahead.load(chats), TOKENS, TrainSettings(width=64), output).run()
+        assert str(error.value) == expected
+        assert list(tmp_path.glob("head*")) == []
+    _interrupt_after(monkeypatch, Training, "_train", 0)
+    assert command(chats, "--output", output)[0] == 0
+    assert load_head(output).about["steps"] > 0
 
 
 def test_a_model_without_chat_template(toy_plain):

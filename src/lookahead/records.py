@@ -19,6 +19,9 @@ from typing import Any
 
 from .core.errors import SettingsError
 
+#: What to add to the error of a file of a long command that continues where it ended.
+CONTINUES = "what was saved before is kept, and the same command continues"
+
 
 def cache_folder() -> Path:
     """The folder for learned and measured data of this machine, in XDG_CACHE_HOME or the system's cache folder."""
@@ -43,17 +46,18 @@ def check_writable(folder: Path, name: str, instead: str) -> None:
         raise not_writable(name, error, instead) from None
 
 
-def not_writable(name: object, error: OSError, instead: str = "") -> SettingsError:
-    """The error of a folder that cannot be written or whose disk is full.
+def not_writable(name: object, error: OSError, instead: str = "", kind: str = "folder") -> SettingsError:
+    """The error of a folder or file that cannot be written or whose disk is full.
 
     Args:
-        name: what the message calls the folder.
+        name: what the message calls it.
         error: why.
         instead: what to do, or what has been saved.
+        kind: "folder" or "file".
     """
     reason = error.strerror or error
     return SettingsError(
-        f"{name} must be a writable folder with free disk space ({reason}){instead and '; '}{instead}"
+        f"{name} must be a writable {kind} with free disk space ({reason}){instead and '; '}{instead}"
     )
 
 

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from ..core import SettingsError
 from ..engine.prompts import has_chat_template
 from ..options import LoadOptions
 from .adapter import with_options
@@ -60,10 +59,6 @@ def train_head(
     except KeyboardInterrupt:
         raise Interrupted(
             f"interrupted; progress is saved in {learner.folder}, and the same command continues"
-        ) from None
-    except OSError as error:
-        raise SettingsError(
-            f"--output must be a writable file, got {learner.output} ({error.strerror or error})"
         ) from None
     about = dict(head.about)
     if as_json:

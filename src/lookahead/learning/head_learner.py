@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..core import SettingsError
 from ..drafters.adaptive.base_files import table_name
 from ..models.head_file import BLOCK, HeadWeights
-from ..records import cache_folder
+from ..records import CONTINUES, cache_folder, not_writable
 from ..targets.light_head import check_hidden, own_head_file, row_readers, sizes_of
 from .head_data import Positions
 from .hidden_states import check_room, collect
@@ -91,6 +91,10 @@ class HeadLearner:
 
         Args:
             report: called with the progress.
+
+        Raises:
+            SettingsError: a file cannot be written or its disk is full. The work so far is kept, and another run
+                continues.
         """
         # Write the missing text.
         kept = self.texts.tokens
@@ -127,5 +131,8 @@ class HeadLearner:
             self._note(line)
         training.run(lambda now: report(TRAINING, now.step, now.steps, now.left, now.loss))
         head = training.weights()
-        head.save(self.output)
+        try:
+            head.save(self.output)
+        except OSError as error:
+            raise not_writable(self.output, error, CONTINUES, "file") from None
         return head

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..core import SettingsError, Target, TokenTree
-from ..records import not_writable, replacing
+from ..records import CONTINUES, not_writable, replacing
 from .text_parts import Folder, read_part
 
 #: Number of rows per pass.
@@ -56,7 +56,8 @@ def collect(
         progress: called with (positions done, all positions that were missing, seconds left).
 
     Raises:
-        SettingsError: a part is damaged, the disk is full, or the hidden states cannot be used.
+        SettingsError: a part is damaged, the hidden states cannot be used, or a file cannot be written; the earlier
+            files are kept.
     """
     # Find the missing files.
     parts = texts.parts()
@@ -90,7 +91,7 @@ def collect(
             done += at
             _save(file, states)
     except OSError as error:
-        raise not_writable(folder, error, "earlier files are kept") from None
+        raise not_writable(folder, error, CONTINUES) from None
     return list(zip(parts, files, strict=True))
 
 
@@ -126,8 +127,11 @@ def _is_own(target: Target, hidden: int, part: Path, file: Path) -> bool:
 
 
 def _save(file: Path, states: Array) -> None:
-    with replacing(file) as temporary, temporary.open("wb") as opened:
-        np.save(opened, states)
+    try:
+        with replacing(file) as temporary, temporary.open("wb") as opened:
+            np.save(opened, states)
+    except OSError as error:
+        raise not_writable(file, error, CONTINUES, "file") from None
 
 
 def states_of(target: Target, hidden: int, prompt: list[int], completion: list[int]) -> Array:

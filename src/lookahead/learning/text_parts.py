@@ -125,7 +125,7 @@ class Folder:
                 self._count(file, texts)
                 texts.clear()  # an interrupt after this block must not save them again
         except OSError as error:
-            saved = f"the {self.tokens} tokens saved before are complete"
+            saved = f"the {self.tokens} tokens saved before are kept, and the same command continues"
             raise not_writable(self.path, error, saved) from None
 
     def _new_part(self) -> Path:

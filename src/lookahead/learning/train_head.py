@@ -35,7 +35,7 @@ from ..core import SettingsError
 from ..core.errors import first_line
 from ..drafters.adaptive.sources.light_head import READ_SAMPLED
 from ..models.head_file import BLOCK, MAX_LEVELS, HeadWeights
-from ..records import replacing
+from ..records import CONTINUES, not_writable, replacing
 from ..targets.head_network import HeadNetwork
 from .head_data import Array, Positions, Report
 
@@ -321,9 +321,7 @@ class Training:
                 # ``save_file`` raises no OSError, and makes a file that other users cannot read.
                 temporary.write_bytes(content)
         except OSError as error:
-            raise SettingsError(
-                f"{self.file} must be a writable file with free disk space ({first_line(error)})"
-            ) from None
+            raise not_writable(self.file, error, CONTINUES, "file") from None
 
     def _load(self) -> None:
         from safetensors import SafetensorError, safe_open
