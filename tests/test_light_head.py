@@ -206,6 +206,14 @@ def test_the_torch_head_computes_what_numpy_does(models):
     assert np.allclose(odds, np.take_along_axis(log_probabilities(logits), order, -1), atol=1e-4)
 
 
+def test_making_a_head_draws_no_random_numbers(models):
+    """They would change the texts that are sampled with torch's generator."""
+    before = torch.random.get_rng_state()
+    for model, target in ((models["packed"], CpuTarget), (models["module"], TransformersTarget)):
+        make_head(model, target, weights())
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 def test_a_short_shortlist_gives_fewer_tokens(models):
     head = weights(np.array([4, 9], np.int32))
     for model, target in ((models["packed"], CpuTarget), (models["module"], TransformersTarget)):

@@ -20,6 +20,8 @@ FIRST_DEVIATION = 1e-3
 class HeadNetwork(nn.Module):
     """The trained part: h' = h + down(silu(gate z) * up z), z = [norm(h); norm(e)].
 
+    Its matrices are empty until ``draw`` or ``of`` fills them.
+
     Args:
         hidden, width: sizes of a hidden state and of the block.
     """
@@ -32,8 +34,11 @@ class HeadNetwork(nn.Module):
         self.up = nn.Parameter(torch.empty(width, 2 * hidden))
         self.down = nn.Parameter(torch.empty(hidden, width))
         self.log_scale = nn.Parameter(torch.zeros(()))
+
+    def draw(self) -> None:
+        """Draw the matrices with which training begins, from torch's generator."""
         for weight in (self.gate, self.up):
-            nn.init.normal_(weight, std=(2 * hidden) ** -0.5)
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
         nn.init.normal_(self.down, std=FIRST_DEVIATION)
 
     def forward(self, states: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
@@ -56,7 +61,7 @@ class HeadNetwork(nn.Module):
 
     @classmethod
     def of(cls, weights: HeadWeights) -> HeadNetwork:
-        """A network with these weights."""
+        """A network with these weights. It draws no random numbers, which would change sampled texts."""
         network = cls(weights.hidden, weights.width)
         with torch.no_grad():
             for name, parameter in network.named_parameters():
