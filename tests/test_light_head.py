@@ -228,6 +228,23 @@ def test_a_head_of_another_model_is_refused(models):
             make_head(models["packed"], CpuTarget, weights(**changed))
 
 
+def test_a_model_without_output_embeddings_is_refused(monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr(model, "get_output_embeddings", lambda: None)
+    for used in (lambda: make_head(model, TransformersTarget, weights()), lambda: row_readers(model)):
+        with pytest.raises(
+            SettingsError, match="needs a model with output embeddings, and LlamaForCausalLM has none"
+        ):
+            used()
+
+
+def test_embeddings_and_output_rows_of_other_sizes_are_refused(monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr(model, "get_input_embeddings", lambda: torch.nn.Embedding(VOCABULARY, 32))
+    with pytest.raises(SettingsError, match="and those of LlamaForCausalLM have 32 and 64 numbers"):
+        make_head(model, TransformersTarget, weights())
+
+
 #: Targets without hidden states.
 NO_HIDDEN = [PlainTarget, BatchRowsTarget, ExactTarget, CapturedExactTarget, LlamaCppTarget]
 

@@ -4,6 +4,7 @@ import errno
 import json
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -26,6 +27,7 @@ from lookahead.targets import light_head
 from lookahead.targets.cpu.cpu_target import CpuTarget
 from lookahead.targets.light_head import find_head, own_head_file
 from lookahead.targets.paths import make_target
+from lookahead.targets.transformers import TransformersTarget
 from lookahead.testing import FakeTarget, tiny_model
 from serving import serving
 from test_cli import call, refused
@@ -242,6 +244,13 @@ def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatc
 def test_a_model_without_hidden_states_is_refused(chats, monkeypatch):
     monkeypatch.setattr(CpuTarget, "gives_hidden", False)
     refused("needs hidden states, which the path 'cpu' does not provide", *OPTIONS, chats)
+
+
+def test_a_hidden_size_that_is_not_whole_blocks_is_refused():
+    model = tiny_model("llama", hidden_size=48)
+    llm = SimpleNamespace(model=model, target=lambda: TransformersTarget)
+    with pytest.raises(SettingsError, match="a hidden size that is a multiple of 32, but this model's is 48"):
+        HeadLearner(llm, TOKENS, TrainSettings())
 
 
 KEPT = "; what was saved before is kept, and the same command continues"
