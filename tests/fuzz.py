@@ -13,32 +13,41 @@ bfloat16 on the compiled path. Each completion is compared with plain decoding o
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
 import random
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
 
+import learned
 import lookahead
 import toy
 from families import FAMILIES, tiny_model
 from lookahead import Adaptive, Jacobi, Lookahead, Plain, PromptLookup
+from lookahead.targets import light_head
 
 #: Families decoded one sequence at a time because their rotary base depends on the longest sequence in the
 #: batch (in transformers too).
 ALONE = ("llama-dynamic-ntk",)
+#: These stand for the files of a light head and a base table of the model's vocabulary.
+HEAD, TABLE = "head", "table"
 DRAFTING: list[dict[str, Any]] = [
     {},
     {},
     {"drafter": Adaptive(rows=16)},
     {"drafter": Adaptive(rows=64)},
+    {"drafter": Adaptive(rows=8, head=HEAD)},
+    {"drafter": Adaptive(rows=8, table=TABLE)},
     {"drafter": Lookahead(5, 3, 5)},
     {"drafter": Lookahead(15, 5, 15)},
     {"drafter": Lookahead(1, 2, 0)},
@@ -53,7 +62,49 @@ DRAFTING: list[dict[str, Any]] = [
 SLIDING = ("mistral-sliding", "gemma2", "gemma3", "olmo3", "cohere2", "gpt-oss")
 #: Families on the compiled path, where one row and many are bit-identical even in bfloat16.
 COMPILED = ("llama", "qwen2", "qwen3", "mistral", "mistral-sliding")
-ENGINE_DRAFTERS = [Adaptive(), Adaptive(rows=32), Lookahead(5, 3, 5), PromptLookup()]
+ENGINE_DRAFTERS = [
+    Adaptive(),
+    Adaptive(rows=32),
+    Adaptive(rows=8, head=HEAD),
+    Adaptive(rows=8, table=TABLE),
+    Lookahead(5, 3, 5),
+    PromptLookup(),
+]
+
+
+def no_cost(head: Any, target: Any) -> float:
+    """A call of the head takes longer than a step of these models, so by its cost it would hardly ever be called."""
+    return 0.0
+
+
+free_head = mock.patch.object(light_head, "measured_cost", no_cost)
+
+
+@functools.cache
+def learned_folder() -> Path:
+    """A folder, for the time of this process."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+@functools.cache
+def learned_files(vocabulary: int) -> dict[str, str]:
+    """A random light head and a base table of random text, by the name that stands for each."""
+    files = {name: learned_folder() / f"{name}-{vocabulary}" for name in (HEAD, TABLE)}
+    learned.random_head(vocabulary).save(files[HEAD])
+    draw = random.Random(vocabulary)
+    texts = [[draw.randrange(3, vocabulary) for _ in range(64)] for _ in range(80)]
+    learned.save_table(files[TABLE], vocabulary, texts)
+    return {name: str(file) for name, file in files.items()}
+
+
+def with_files(method: dict[str, Any], vocabulary: int) -> dict[str, Any]:
+    """Drafting options with the files that they name."""
+    drafter = method.get("drafter")
+    names = {setting: getattr(drafter, setting, None) for setting in ("head", "table")}
+    given = {setting: learned_files(vocabulary)[name] for setting, name in names.items() if name}
+    return method | {"drafter": replace(drafter, **given)} if given else method
 
 
 @functools.lru_cache(maxsize=256)
@@ -155,13 +206,15 @@ class Case(Numbered):
         out = self.model.generate(self.ids, attention_mask=self.mask, **self.options, **ours)
         return out, torch.random.get_rng_state()
 
+    @free_head
     def difference(self) -> tuple[str, int]:
         """("" or what differs, tokens compared)."""
         if self.family in ALONE:
             # transformers keeps the longest sequence's frequencies until a short one resets them.
             self.model(torch.ones(1, 1, dtype=torch.long))
         plain, plain_state = self.run()
-        ours, state = self.run(custom_generate=lookahead.generate, **self.method)
+        method = with_files(self.method, self.model.config.get_text_config().vocab_size)
+        ours, state = self.run(custom_generate=lookahead.generate, **method)
         pair = [out if torch.is_tensor(out) else out.sequences for out in (ours, plain)]
         tokens = (pair[1].shape[1] - self.ids.shape[1]) * len(self.ids)
         if pair[0].tolist() != pair[1].tolist():
@@ -218,15 +271,16 @@ class EngineCase(Numbered):
         case.method = {"drafter": drafter, "batch_size": bound}
         return case
 
+    @free_head
     def difference(self) -> tuple[str, int]:
         """("" or what differs, tokens compared)."""
         if "bfloat16" in self.family and self.llm.path != "cpu":
             # On other paths, rounding in bfloat16 may depend on the other rows of the step.
             return f"{self.family} is on path {self.llm.path}", 0
-        method = dict(self.method)
+        method = with_files(self.method, self.llm.vocabulary)
         if self.warm:
             drafter = method["drafter"]
-            method["drafter"] = replace(drafter, state=self.llm.warm_state(settings=drafter))
+            method = method | {"drafter": replace(drafter, state=self.llm.warm_state(settings=drafter))}
             self.llm.generate(self.prompts, max_new_tokens=40, ignore_eos=True, **method)
         ours = self.llm.generate(self.prompts, **method, **self.options)
         tokens = 0

@@ -3,6 +3,8 @@
 import pytest
 
 import fuzz
+from lookahead import Adaptive
+from lookahead.drafters.adaptive.sources.light_head import GuessSource
 
 pytestmark = pytest.mark.filterwarnings("ignore:lookahead.generate runs this model with plain decoding")
 
@@ -12,6 +14,34 @@ def test_no_case_differs():
     assert not report.found, "\n".join(report.found)
     assert report.engine >= 6
     assert report.tokens >= 2000
+
+
+@pytest.mark.filterwarnings("error:.*drafting continues without this base table")
+def test_cases_use_the_files_of_learning(monkeypatch):
+    """The head is called, and the table is accepted, in both kinds of case."""
+    calls = []
+    guess = GuessSource.guess
+
+    def counted(source, memory, hidden):
+        calls.append(source)
+        guess(source, memory, hidden)
+
+    monkeypatch.setattr(GuessSource, "guess", counted)
+    for kind in (fuzz.Case, fuzz.EngineCase):
+        case = next(case for case in map(kind.of, range(3, 2000, 4)) if is_long(case))
+        for drafter in (Adaptive(rows=8, head=fuzz.HEAD), Adaptive(rows=8, table=fuzz.TABLE)):
+            assert drafter in [method.get("drafter") for method in fuzz.DRAFTING]
+            assert drafter in fuzz.ENGINE_DRAFTERS
+            case.method = case.method | {"drafter": drafter}
+            calls.clear()
+            assert case.difference()[0] == ""
+            assert bool(calls) == (drafter.head is not None)
+
+
+def is_long(case):
+    """Whether a case of the compiled path has enough tokens for a head."""
+    ends = {"stop", "eos_token_id"} & case.options.keys() or not case.options.get("ignore_eos", True)
+    return case.family.split()[0] in fuzz.COMPILED and case.options["max_new_tokens"] > 15 and not ends
 
 
 def test_it_finds_a_wrong_token(accept_a_wrong_node):

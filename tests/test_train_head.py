@@ -72,13 +72,16 @@ def test_a_trained_head_is_found_and_changes_no_text(chats, monkeypatch):
                 assert [text.tokens for text in with_head] == [text.tokens for text in plain]
                 assert all(text.stats.drafter["head_calls"] > 0 for text in with_head)
     # The same through the server.
-    llm.drafter = drafters[0]
-    with serving(llm) as served:
+    with serving(llm, drafter="adaptive:rows=4:head=auto:sources=base+:window_size=0") as served:
         for options in ({}, {"temperature": 0.8, "seed": 3}):
             plain = llm.generate("def add(", max_new_tokens=40, drafter=Plain(), **options)
             body = {"prompt": "def add(", "max_tokens": 40, "temperature": 0, **options}
+            body["lookahead"] = {"stats": True}
             answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()
-            assert answer["choices"][0]["text"] == plain.text
+            (choice,) = answer["choices"]
+            assert choice["text"] == plain.text
+            # There is no base table, so the rows are the head's.
+            assert choice["lookahead"]["stats"]["num_draft_tokens"] > 0
 
 
 def test_an_interrupted_command_goes_on_twice_and_ends_with_the_same_head(chats, tmp_path, monkeypatch):

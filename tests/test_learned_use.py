@@ -1,0 +1,107 @@
+"""Learned heads and tables are used on every path and by every integration, and change no text."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lookahead
+from families import tiny_model
+from learned import random_head
+from lookahead import attention
+from lookahead.core import Request
+from lookahead.drafters import Adaptive, Plain
+from lookahead.engine.admission import Admission
+from lookahead.targets import light_head
+from lookahead.targets.attention_hook import TreeAttention
+from lookahead.targets.cuda_graphs import CudaGraphTarget
+from lookahead.targets.paths import make_target, probe
+from lookahead.testing import run
+
+PROMPTS = [[5, 9, 14, 5, 9], [7, 8, 9]]
+NEW = 40
+#: Nothing but the head proposes tokens.
+WITH_HEAD = Adaptive(rows=8, sources=(), window_size=0)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def with_head(tmp_path, monkeypatch):
+    """A drafter with a random head that costs nothing; the model is so small that any head costs too much."""
+    monkeypatch.setattr(light_head, "measured_cost", lambda head, target: 0.0)
+    random_head(96).save(tmp_path / "head")
+    return replace(WITH_HEAD, head=str(tmp_path / "head"))
+
+
+def target_of(path):
+    """(model, target); captured passes run uncaptured on a CPU."""
+    model = tiny_model("llama", initializer_range=0.1)
+    if path == "cuda-graph":
+        model = model.to("cuda") if torch.cuda.is_available() else model
+        own = TreeAttention(model, attention.get("auto", model.device))
+        return model, CudaGraphTarget(model, probe(model).facts, own, 64)
+    return model, make_target(model, path=path)
+
+
+def decoded(model, target, drafter):
+    admission = Admission(model, probe(model), lambda: target)
+    sequences = run(target, [admission(Request(prompt, drafter, NEW), target) for prompt in PROMPTS])
+    return [sequence.result.checked() for sequence in sequences]
+
+
+@pytest.mark.parametrize("path", ["cpu", "transformers", "cuda-graph"])
+def test_rows_of_a_head_change_no_text(path, with_head):
+    model, target = target_of(path)
+    plain = decoded(model, target, Plain())
+    for result, expected in zip(decoded(model, target, with_head), plain, strict=True):
+        assert result.tokens == expected.tokens
+        assert len(result.tokens) == NEW
+        assert result.stats.path == path
+        assert result.stats.drafted > result.stats.steps
+        assert result.stats.drafter["head_calls"] > 0
+    # All of these rows were the head's.
+    assert [result.stats.drafted for result in decoded(model, target, WITH_HEAD)] == [0, 0]
+
+
+@pytest.mark.parametrize("path", ["transformers", "cuda-graph"])
+def test_broken_verification_of_the_rows_of_a_head_is_noticed(path, with_head, accept_a_wrong_node):
+    model, target = target_of(path)
+    plain = [result.tokens for result in decoded(model, target, Plain())]
+    assert [result.tokens for result in decoded(model, target, with_head)] != plain
+
+
+def generated(model, **drafting):
+    """(tokens, statistics) of ``model.generate``, as transformers decodes without drafting options."""
+    ids, stats = torch.tensor([[5, 9, 14, 5, 9], [7, 8, 9, 7, 8]]), []
+    if drafting:
+        drafting |= {"custom_generate": lookahead.generate, "stats": stats}
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "pad_token_id": 0}
+    torch.manual_seed(7)
+    return model.generate(ids, **options, **drafting).tolist(), stats
+
+
+def tiny(family="llama", **config):
+    """A model without end tokens."""
+    model = tiny_model(family, initializer_range=0.1, **config)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("family", "path"), [("llama", "cpu"), ("gpt-neox", "transformers")])
+def test_rows_of_a_head_change_no_text_of_custom_generate(family, path, sampled, with_head):
+    model = tiny(family)
+    model.generation_config.do_sample = sampled
+    plain, _ = generated(model)
+    tokens, stats = generated(model, drafter=with_head)
+    assert tokens == plain
+    for each in stats:
+        assert each.path == path
+        assert each.drafted > each.steps
+        assert each.drafter["head_calls"] > 0
+    _, stats = generated(model, drafter=WITH_HEAD)
+    assert [each.drafted for each in stats] == [0, 0]
