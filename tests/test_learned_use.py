@@ -2,26 +2,31 @@
 
 from dataclasses import replace
 
+import httpx
 import pytest
 import torch
 
 import lookahead
 from families import tiny_model
-from learned import random_head
+from learned import random_head, save_table
 from lookahead import attention
 from lookahead.core import Request
 from lookahead.drafters import Adaptive, Plain
+from lookahead.drafters.adaptive.base_files import learned_file
 from lookahead.engine.admission import Admission
 from lookahead.targets import light_head
 from lookahead.targets.attention_hook import TreeAttention
 from lookahead.targets.cuda_graphs import CudaGraphTarget
 from lookahead.targets.paths import make_target, probe
 from lookahead.testing import run
+from serving import serving
+from toy import VOCABULARY, tokenizer
 
 PROMPTS = [[5, 9, 14, 5, 9], [7, 8, 9]]
 NEW = 40
-#: Nothing but the head proposes tokens.
+#: Nothing but the head, or the table, proposes tokens.
 WITH_HEAD = Adaptive(rows=8, sources=(), window_size=0)
+WITH_TABLE = Adaptive(rows=4, sources=("base",), window_size=0)
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +110,27 @@ def test_rows_of_a_head_change_no_text_of_custom_generate(family, path, sampled,
         assert each.drafter["head_calls"] > 0
     _, stats = generated(model, drafter=WITH_HEAD)
     assert [each.drafted for each in stats] == [0, 0]
+
+
+def test_custom_generate_finds_a_learned_table():
+    model = tiny()
+    plain, _ = generated(model)
+    _, without = generated(model, drafter=WITH_TABLE)
+    save_table(learned_file(model.config), 96, plain)
+    tokens, stats = generated(model, drafter=WITH_TABLE)
+    assert tokens == plain
+    assert [each.drafted for each in without] == [0, 0]
+    assert all(each.drafter["accepted_by_base"] > NEW / 2 for each in stats)
+
+
+def test_the_server_finds_a_learned_table():
+    llm = lookahead.LLM(tiny(vocab_size=VOCABULARY), tokenizer())
+    prompt = "def add("
+    plain = llm.generate(prompt, max_new_tokens=NEW, drafter=Plain())
+    save_table(learned_file(llm.model.config), VOCABULARY, [llm.encode(prompt) + plain.tokens])
+    with serving(llm, drafter=str(WITH_TABLE)) as served:
+        body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0, "lookahead": {"stats": True}}
+        answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()
+    (choice,) = answer["choices"]
+    assert choice["text"] == plain.text
+    assert choice["lookahead"]["stats"]["num_accepted_draft_tokens"] > NEW / 2

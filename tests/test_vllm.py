@@ -9,10 +9,13 @@ import pytest
 import torch
 
 import lookahead.integrations.vllm
+from learned import save_table
 from lookahead.core import SettingsError
+from lookahead.drafters.adaptive.base_files import learned_file
 from lookahead.drafters.adaptive.measure import SUSTAINED
 from lookahead.integrations.vllm import Accepted, Proposer
 from lookahead.integrations.vllm_costs import DISCARDED, ROUNDS
+from lookahead.targets.own_model import OwnConfig
 from lookahead.testing import repetitive_text
 from wrong_proposer import Wrong
 
@@ -21,10 +24,14 @@ LONGEST = 400
 DRAFTED = 5
 
 
-def config(settings="adaptive:rows=64:sources=suffix+logits+jacobi+corpus", stages=1, device="cpu"):
+def config(
+    settings="adaptive:rows=64:sources=suffix+logits+jacobi+corpus", stages=1, device="cpu", hf_config=None
+):
     return SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTED),
-        model_config=SimpleNamespace(max_model_len=LONGEST, get_vocab_size=lambda: VOCABULARY),
+        model_config=SimpleNamespace(
+            max_model_len=LONGEST, get_vocab_size=lambda: VOCABULARY, hf_config=hf_config
+        ),
         parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
         device_config=SimpleNamespace(device_type=device),
         additional_config={} if settings is None else {"lookahead": settings},
@@ -227,6 +234,20 @@ def test_what_is_learnt_of_one_request_serves_the_next():
 
     assert second("adaptive:rows=64:sources=suffix+corpus") > 4
     assert second("adaptive:rows=64:sources=suffix+") < 3
+
+
+def test_a_learned_table_is_found():
+    """Nothing else proposes tokens."""
+    given = config(
+        "adaptive:rows=64:sources=base+",
+        hf_config=OwnConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2),
+    )
+    assert acceptance(Proposer(given)) == 1
+    file = learned_file(given.model_config.hf_config)
+    save_table(file, VOCABULARY, [prompt + plain(MODEL, prompt, 100) for prompt in prompts(4)])
+    proposer = Proposer(given)
+    assert proposer._table.path == file
+    assert acceptance(proposer) > 2
 
 
 @pytest.mark.parametrize("has_logits", [True, False])
