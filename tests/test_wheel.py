@@ -18,6 +18,12 @@ def test_it_holds_the_package_and_nothing_else(wheel):
     assert not [name for name in names if name.endswith((".pyc", ".nbc", ".nbi", ".pkl", ".bin"))]
 
 
+def test_it_is_small(wheel):
+    """Every installation downloads all of it. The model, the base table and the head of the package take 10.7 of
+    11.3 MB, so a further file of such a size would be there by accident, or should be a download of its own."""
+    assert wheel.stat().st_size < 12e6
+
+
 def interpreters():
     """Every Python from 3.11 on that is found here: this one, those on PATH, and pyenv's."""
     found = {f"3.{sys.version_info.minor}": sys.executable}
