@@ -269,6 +269,16 @@ def test_many_sequences_in_one_pass(family, drafter):
     assert target.lengths == {}
 
 
+def test_the_positions_of_mpt_are_a_limit():
+    """MPT calls its number of positions max_seq_len, and its ALiBi bias has as many."""
+    llm = lookahead.LLM(tiny_model("mpt", initializer_range=0.1))
+    assert llm.context == 256
+    prompt = [3, 4, 5] * 80
+    plain = llm.generate(prompt, max_new_tokens=16, drafter="plain")
+    assert len(plain.tokens) == 16
+    assert llm.generate(prompt, max_new_tokens=16, drafter="adaptive:rows=64").tokens == plain.tokens
+
+
 @pytest.mark.parametrize("path", ["transformers", "cpu"])
 def test_sequences_that_join_late_and_leave_gaps(path):
     model = tiny_model("llama", initializer_range=0.1)

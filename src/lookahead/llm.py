@@ -24,6 +24,7 @@ from .engine.text import TextDecoder, split_stops
 from .option import refuse_unknown
 from .options import BatchKeywords, BatchOptions, Keywords, Options, Process
 from .targets.fingerprint import fingerprint, refreshes
+from .targets.limits import positions_of
 from .targets.own_model import OwnModel
 from .targets.paths import make_target, probe
 from .targets.turns import turn
@@ -143,8 +144,7 @@ class LLM:
     @property
     def context(self) -> int | None:
         """The context length in tokens, including the prompt; None if the model has no limit."""
-        limit = getattr(self._text_config, "max_position_embeddings", None)
-        return int(limit) if limit else None
+        return positions_of(self._text_config)
 
     @property
     def _text_config(self) -> Any:

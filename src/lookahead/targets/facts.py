@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .limits import NO_LIMIT, Limits
+from .limits import NO_LIMIT, Limits, positions_of
 from .masks import AlibiBias, LayerKinds
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ class PassFacts(Limits):
 
     def __init__(self, model: PreTrainedModel) -> None:
         config: Any = model.config.get_text_config(decoder=True)
-        positions = getattr(config, "max_position_embeddings", None)
-        super().__init__(config, int(config.vocab_size), int(positions or NO_LIMIT))
+        super().__init__(config, int(config.vocab_size), positions_of(config) or NO_LIMIT)
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self.accepts_position_ids = "position_ids" in parameters

@@ -20,6 +20,18 @@ GRAPH_MEMORY = 0.1
 NO_MEMORY = ("can't allocate memory", "out of memory", "status_alloc_failed")
 
 
+def positions_of(config: Any) -> int | None:
+    """The number of positions that a model was trained for; None without a limit.
+
+    MPT calls it ``max_seq_len``; it builds its ALiBi bias for as many positions.
+
+    Args:
+        config: the text config.
+    """
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+    return int(positions) if positions else None
+
+
 class Limits:
     """Properties of a model that every target needs.
 
