@@ -1,4 +1,4 @@
-"""Files that a later run reads: records as JSON lines, which it continues, and files that are replaced as a whole.
+"""Files that later runs read: records as JSON lines, to which they append, and files that are replaced as a whole.
 
 A record is one line, written by one unbuffered call and synchronized to disk. A killed process therefore leaves
 complete lines and at most one incomplete line at the end, which readers skip and the next writer removes.
@@ -35,8 +35,8 @@ def check_writable(folder: Path, name: str, instead: str) -> None:
 
     Args:
         folder: the folder.
-        name: what the message calls it.
-        instead: what to do otherwise.
+        name: the folder's name in the message.
+        instead: the remedy, as in "give another folder".
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,9 +50,9 @@ def not_writable(name: object, error: OSError, instead: str = "", kind: str = "f
     """The error of a folder or file that cannot be written or whose disk is full.
 
     Args:
-        name: what the message calls it.
-        error: why.
-        instead: what to do, or what has been saved.
+        name: the name of the folder or file in the message.
+        error: the cause.
+        instead: the remedy, or what has been saved.
         kind: "folder" or "file".
     """
     reason = error.strerror or error
@@ -82,7 +82,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def must(right: Any, otherwise: str) -> None:
-    """Raise ValueError, with what is wrong about a file, unless this is right."""
+    """Raise ValueError with the message ``otherwise`` unless a condition on a file's contents holds."""
     if not right:
         raise ValueError(otherwise)
 

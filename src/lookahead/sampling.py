@@ -226,7 +226,7 @@ class GeneratorNoise:
             with one_thread:  # makes the numbers independent of the number of threads
                 noise.exponential_(1)
             for known, own in zip(self._noise, noise, strict=True):
-                # A copy of its own, because rows need the noise of a step at different times.
+                # A separate copy per row, because rows need the noise of a step at different times.
                 known[self._drawn] = own.clone() if len(noise) > 1 else own
             self._drawn += 1
         return self._noise[row][step]

@@ -32,7 +32,7 @@ class Noise(Protocol):
 
     @property
     def key(self) -> int | None:
-        """The key with which ``draws.gumbel_of`` computes the noise of one token; None if only arrays exist."""
+        """The key with which ``draws.gumbel_of`` computes the noise of one token; None if only ``__call__`` can."""
         ...
 
     def __call__(self, index: int) -> Any:
@@ -58,7 +58,7 @@ class Start:
         cost_curve: the cost of this model's steps on this machine (``drafters.adaptive.cost.CostCurve``), for
             drafters that choose the number of rows by cost; None if not measured.
         head: a light head for this model (``drafters.adaptive.sources.light_head``); None for none.
-        base_table: next-token statistics of text that the model wrote by itself
+        base_table: next-token statistics of text that the model generated
             (``drafters.adaptive.sources.base_table.BaseTable``), for drafters that use them; None for none.
     """
 

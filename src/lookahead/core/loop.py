@@ -45,8 +45,8 @@ from .target import UNLIMITED_SEQUENCES, Scores, Target
 from .tree import TokenTree
 from .verify import verify
 
-#: The errors of a target that concern one prompt: it has to be shorter, or other tokens. After any other error, the
-#: target's state is unknown.
+#: A target's errors caused by one prompt, which must be shortened or changed. After any other error, the target's
+#: state is unknown.
 OF_A_PROMPT = (NumericalError, OutOfMemory, SettingsError)
 #: The accepted path and the tree of one sequence in a forward pass; see ``Update``.
 Step = tuple[list[int], TokenTree]
@@ -470,7 +470,7 @@ class Engine:
         """After a pass that did not fit in memory: halve the rows; if each tree has one, end the longest sequence."""
         rows = max(len(tree) for _, tree in drafted)
         if rows == 1:
-            # Its memory goes to the others.
+            # This frees memory for the other sequences.
             longest, _ = max(drafted, key=lambda pair: pair[0].evaluated + len(pair[0].tokens))
             longest.fail(error)
             self._drop(longest)

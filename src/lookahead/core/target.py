@@ -41,7 +41,7 @@ class Scores(Protocol):
         Returns:
             (ids, log-odds), both n x k (n x V if V < k), best first, as numpy arrays or nested lists. Log-odds are
             logit minus largest logit, so the first column is 0. If a logit of a row is NaN, all its log-odds are NaN
-            and its tokens mean nothing.
+            and its token ids are undefined.
         """
         ...
 

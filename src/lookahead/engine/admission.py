@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..drafters.adaptive.sources.base_table import BaseTable
 
 
-#: The rows that a pass may always have, whatever they cost.
+#: Minimum row budget of a pass, regardless of cost.
 LEAST_ROWS = 64
 
 

@@ -31,25 +31,28 @@ def make_process(
         vocabulary: V of the model; a tokenizer may have more tokens.
 
     Raises:
-        SettingsError: a bad word is a string, and there is no tokenizer, or has a token outside the vocabulary.
+        SettingsError: a bad word is a string but there is no tokenizer, or it has a token outside the vocabulary.
     """
     ends = sorted(eos)
     steps = list[Any]()
 
     def add(name: str, *arguments: Any, **options: Any) -> None:
-        # This import takes half a second, which greedy decoding need not spend.
+        # Imported here, because it takes half a second and plain greedy decoding does not need it.
         from transformers.generation import logits_process
 
         steps.append(getattr(logits_process, name)(*arguments, **options))
 
+    # Processors, which apply to greedy decoding as well.
     if options.repetition_penalty not in (None, 1):
         add("RepetitionPenaltyLogitsProcessor", float(options.repetition_penalty))
     if options.no_repeat_ngram_size is not None:
         add("NoRepeatNGramLogitsProcessor", options.no_repeat_ngram_size)
     words = _bad_words(options.bad_words or (), tokenizer)
+    # Checked before any pass; transformers checks only when it first applies them.
     outside = [token for word in words for token in word if not 0 <= token < vocabulary]
     if outside:
         raise SettingsError(f"bad_words: token ids must be 0 to {vocabulary - 1}, got {outside[0]}")
+    # As in transformers, an end token is never a bad word.
     words = [word for word in words if len(word) > 1 or word[0] not in eos]
     if words:
         add("NoBadWordsLogitsProcessor", words, ends)
@@ -57,6 +60,7 @@ def make_process(
         low = options.min_new_tokens
         add("MinNewTokensLengthLogitsProcessor", prompt_length, low, ends, device=str(device))
     steps += options.processors
+    # Warpers, which only sampling uses. One at its neutral value would have no effect.
     if options.sampled:
         from ..sampling import Temperature
 

@@ -50,7 +50,7 @@ class TextDecoder:
     """The text of a growing list of tokens, ending before the first stop string. A ``core.sequence.Detokenizer``.
 
     Args:
-        tokenizer: an object with ``decode`` as in transformers; None gives no text.
+        tokenizer: an object with ``decode`` as in transformers; with None, the text is empty.
         prompt: token ids before the text; the last few affect the beginning of the text.
         stop: strings that end the text and are not part of it.
 
