@@ -1,7 +1,7 @@
 """The command line, one file per command. To add a command, add a file, and a line at the end of this one.
 
 An invalid option or input prints one red line, ``error: ...``, on stderr; the exit status is 2. Other errors (NaN
-logits, memory) print such a line with exit status 1; Ctrl-C gives exit status 130. None shows a traceback.
+logits, out of memory) print such a line and exit with status 1; Ctrl-C exits with status 130. None shows a traceback.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def measure(
     prompts = [prompt for name in workloads for prompt in load_workload(name, limit or None, seed)]
     loaded = _load(load, path)
     for name in names:
-        make_methods(name, loaded)  # report a wrong name before anything is measured
+        make_methods(name, loaded)  # reject an invalid name before measuring anything
     records = Records(out)
     try:
         with progress() as show:
@@ -187,7 +187,7 @@ def step_cost(
     records = []
     names = [name.strip() for name in dtype.split(",")]
     for name in names:
-        replace(load, dtype=name)  # a wrong name is refused before anything is measured
+        replace(load, dtype=name)  # rejects an invalid name before anything is measured
     gguf = Checkpoint(load).gguf if set(names) != {"auto"} else None
     with progress() as show:
         for name in names:

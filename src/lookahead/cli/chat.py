@@ -44,7 +44,7 @@ class Conversation:
         self.last: Result | None = None
 
     def say(self, line: str, **options: Any) -> Iterator[str]:
-        """Yield the answer in pieces. Message and answer become part of the conversation, also if the answer is
+        """Yield the answer in pieces. Message and answer become part of the conversation, even if the answer is
         interrupted, but not if it fails.
 
         Args:

@@ -78,7 +78,7 @@ def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> li
         eos_token_id=eos or None,
         pad_token_id=eos[0] if eos else 0,
     )
-    # transformers takes whatever the settings leave open, such as penalties, from the checkpoint's own.
+    # transformers fills unset options, such as penalties, from the checkpoint's generation config.
     own = llm.model.generation_config
     llm.model.generation_config = settings
     try:

@@ -85,9 +85,9 @@ class LongProgress:
 
         Args:
             share: the part of the work, or of its stage, that is done.
-            text: what is done.
-            left: seconds left; None if unknown.
-            stage: the stage; a new one is shown at once.
+            text: what has been done so far.
+            left: remaining seconds; None if unknown.
+            stage: the name of the stage; a new one is shown immediately.
         """
         share = min(share, 1.0)
         minutes = "" if left is None else f", {max(left, 0) / 60:.1f} minutes left"

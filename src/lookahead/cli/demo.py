@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 #: The prompts included in the package.
 PROMPTS = Path(__file__).parent / "demo_prompts"
-#: Runs of a text by each drafter, if both together take at most ``SHORT`` seconds. A single run of a third of a
-#: second shows what else the machine does: plain decoding of one text had 233 and 376 tokens/s in two demos.
+#: Runs of each prompt with each drafter, if both together take at most ``SHORT`` seconds. A single run of a third of
+#: a second mostly measures other load: plain decoding of one prompt ran at 233 and 376 tokens/s in two demos.
 ROUNDS = 3
 SHORT = 3.0
 
@@ -73,7 +73,7 @@ def demo(
         run = partial(llm.run, [ids], max_new_tokens=max_new_tokens)
         color = sys.stdout.isatty()
         ours, plain = [print_text(run(), color)], []
-        # Plain decoding is streamed to nowhere, so that it also has the overhead of streaming.
+        # Plain decoding is streamed to the null device, so that it also has the overhead of streaming.
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
             plain.append(print_text(run(drafter=Plain()), color, nowhere))
             while len(ours) < ROUNDS and ours[0].seconds + plain[0].seconds < SHORT:

@@ -244,21 +244,21 @@ def still_to_do(jobs: Sequence[Job], records: Sequence[dict[str, Any]], output: 
                 f"have results in {output}, whose records belong to other lines; "
                 "give every prompt a unique id, or use --overwrite"
             )
-    # Without ids, the lines' numbers are compared, so a moved prompt is refused here.
+    # A line without an id has its number as the id, so a moved prompt is rejected here.
     hashed = {(name, prompt_hash) for (_, name), prompt_hash in hashes.items()}
     known = {name for name, _ in hashed}
     for job in jobs:
         if job.key[1] in known and (job.key[1], job.prompt_hash) not in hashed:
             raise SettingsError(
                 f"--resume found another prompt with id {job.key[1]} (line {job.line}) than the one with a result in "
-                f"{output}; give every prompt an id of its own, or use --overwrite"
+                f"{output}; give every prompt a unique id, or use --overwrite"
             )
     finished = {name for _, name in done}
     return [job for job in jobs if job.key[1] not in finished]
 
 
 class _Stdout(nullcontext[Any]):
-    """Prints records to stdout, without --output."""
+    """Writes records to stdout if there is no --output."""
 
     def write(self, record: dict[str, Any]) -> None:
         typer.echo(as_line(record), nl=False)
@@ -278,7 +278,7 @@ def settings_file(output: Path) -> Path:
 
 
 def check_settings(output: Path, settings: dict[str, Any]) -> None:
-    """Raise SettingsError if the run that this one continues had other settings."""
+    """Raise SettingsError if the settings differ from those of the run to be continued, or cannot be read."""
     path = settings_file(output)
     if path.is_file():
         try:
@@ -343,8 +343,8 @@ def run_batch(
 
     Args:
         task: input and output.
-        load: loads the model; called only if there is something to do.
-        leave: ends the other ranks; called if there is nothing to do.
+        load: loads the model; called only if a prompt remains.
+        leave: ends the other ranks; called if no prompt remains.
         options: the options of each completion.
         warm: the file where adaptive saves what it learns, or None.
         settings: the settings that the results depend on, written next to the output.
@@ -352,6 +352,7 @@ def run_batch(
     Returns:
         The exit status.
     """
+    # Find the prompts without a result, before the model is loaded.
     source, output = task.input or Path("-"), task.output
     jobs = read_jobs(read_bytes(source, "--input"))
     earlier = [] if output is None else _earlier(source, output, task)
@@ -368,6 +369,7 @@ def run_batch(
             output.touch()
     errors = 0
     status = 0
+    # Complete them. A record is written as soon as its prompt is done, so an interrupt loses only unfinished prompts.
     if todo:
         llm = load()
         if output is not None:

@@ -22,7 +22,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 
 def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
-    """``lookahead.load`` without transformers' progress bars and log lines."""
+    """``lookahead.load`` without transformers' progress bars and log lines.
+
+    Raises:
+        SettingsError: --parallel-timeout without torchrun, or the model cannot be loaded.
+    """
     if load.parallel_timeout is not None and ranks() == 1:
         raise SettingsError("--parallel-timeout only applies under torchrun; omit it otherwise")
     from ..checkpoints import quiet
@@ -34,7 +38,11 @@ def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
 
 @contextmanager
 def warm_state(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
-    """Options that make adaptive continue from a file. What it learns is written back, even after an error."""
+    """Options that make adaptive continue from a file. The state is written back at the end, even after an error.
+
+    Raises:
+        SettingsError: the file's folder does not exist, or the file cannot be written.
+    """
     if file is None:
         yield {}
         return
@@ -63,7 +71,7 @@ def read_bytes(path: Path, option: str) -> bytes:
     """The contents of a file; "-" is stdin.
 
     Raises:
-        SettingsError: it cannot be read.
+        SettingsError: the file cannot be read.
     """
     try:
         return typer.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
@@ -75,7 +83,7 @@ def read_text(path: Path, option: str) -> str:
     """The contents of a UTF-8 text file; "-" is stdin.
 
     Raises:
-        SettingsError: it cannot be read, or is not UTF-8.
+        SettingsError: the file cannot be read, or is not UTF-8.
     """
     try:
         return read_bytes(path, option).decode("utf-8")
@@ -86,7 +94,11 @@ def read_text(path: Path, option: str) -> str:
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """Whole numbers separated by commas, sorted, without duplicates."""
+    """Whole numbers separated by commas, sorted, without duplicates.
+
+    Raises:
+        SettingsError: a part is not a whole number of at least 1.
+    """
     try:
         parsed = sorted({int(part) for part in text.split(",")})
     except ValueError:

@@ -33,6 +33,7 @@ def tune(
     Without this command, a few points are measured when a model is first used on a machine; later runs read the curve
     from disk.
     """
+    # Check the options before the model is loaded.
     counts, lengths = numbers(rows, "--rows"), numbers(contexts, "--contexts")
     sequences = numbers(batches, "--batches")
     if 1 not in counts:
@@ -49,7 +50,7 @@ def tune(
             f"this model decodes one row at a time, so there is nothing to tune: {llm.probe.reason}"
         )
 
-    # Measure.
+    # Measure, and keep every point for the report.
     measured: dict[tuple[int, int, int], float] = {}
 
     def keep(batch: int, context: int, count: int, seconds: float) -> None:
@@ -61,7 +62,7 @@ def tune(
         raise SettingsError(
             f"the cost curve is saved in the cache folder, which is not writable ({error}); set XDG_CACHE_HOME"
         ) from None
-    # Report.
+    # Report: one JSON object, or a table with one line per number of rows.
     if as_json:
         names = ("batch", "context", "rows", "ms")
         points = [dict(zip(names, (*sizes, ms), strict=True)) for sizes, ms in measured.items()]
