@@ -41,7 +41,14 @@ def status_of(error: LookaheadError) -> tuple[int, str | None]:
 def error_body(
     message: str, status: int, code: str | None = None, param: str | None = None
 ) -> dict[str, Any]:
-    """An error in OpenAI's format."""
+    """An error in OpenAI's format.
+
+    Args:
+        message: the text for the client.
+        status: the HTTP status, which determines the error's type.
+        code: the error code of the API, or None.
+        param: the field of the request that caused the error, or None.
+    """
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -53,7 +60,12 @@ def error_response(
     param: str | None = None,
     retry_after: int | None = None,
 ) -> Response:
-    """An error in OpenAI's format, as a response."""
+    """An error in OpenAI's format, as a response.
+
+    Args:
+        message, status, code, param: as in ``error_body``.
+        retry_after: seconds after which the client may retry, or None; the header Retry-After.
+    """
     headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"

@@ -192,18 +192,21 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
     Args:
         settings: the server's settings.
         load: loads the model; None loads the model named in the settings.
-        wait: whether the lifespan waits for the model. Otherwise /health answers 503 until the model is ready.
+        wait: whether the lifespan waits for the model, and raises the error of loading if that fails. Otherwise,
+            /health answers 503 until the model is ready.
     """
     server = Server(settings, load)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # Start the thread that loads the model and decodes.
         server.loop.start()
         while wait and not server.loop.ready:
             if server.loop.error is not None:
                 raise server.loop.error
             await asyncio.sleep(0.05)
         yield
+        # End the sequences that still run, and wait for the thread.
         server.loop.stop()
         if server.loop.engine is not None:  # loading cannot be interrupted, and ends with the process
             await asyncio.to_thread(server.loop.join)
@@ -218,7 +221,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
     ):
         app.add_exception_handler(kind, handler)
 
-    # Generation.
+    # Generation. The lambdas run in a worker thread, because encoding a long prompt would block the event loop.
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _answer(server, request, body, lambda: server.ready.completion(body))
@@ -246,7 +249,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
         server.check_model(name)
         return described()
 
-    # Operations.
+    # Monitoring; the gate requires no key for these paths.
     @app.get("/health")
     async def health() -> Response:
         if server.loop.ready:
@@ -261,7 +264,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    # Tokens.
+    # Tokenization. Functions that are not async run in worker threads, so a long text does not block the event loop.
     @app.post("/tokenize")
     def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         server.check_model(body.model)
@@ -288,7 +291,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
     async def page() -> Response:
         return Response(PAGE.read_bytes(), media_type="text/html; charset=utf-8")
 
-    # Middleware; the routes are known by now.
+    # Middleware, added last because it needs the routes.
     routes = {str(getattr(route, "path", "")) for route in app.routes}
     app.add_middleware(
         Gate, settings=settings, metrics=server.metrics, ready=lambda: server.loop.ready, routes=routes

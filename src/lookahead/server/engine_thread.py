@@ -67,7 +67,7 @@ class EngineThread:
         """Submit requests to the engine, all or none.
 
         Args:
-            requests: what to decode.
+            requests: the sequences to decode.
             deliver: receives every update, on the thread; it must not block.
 
         Raises:
@@ -181,7 +181,7 @@ class EngineThread:
             try:
                 self._deliver(engine, update)
             except Exception:
-                log.exception("a request could not be told of the failure")
+                log.exception("failed to notify a request of the error")
 
     def _deliver(self, engine: Engine, update: Update) -> None:
         if update.result is not None:

@@ -70,7 +70,7 @@ class Gate:
                 raise HTTPException(413)
             return message
 
-        # Note the status, and add the id to the headers.
+        # Record the status, and add the id to the headers.
         async def answered(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
@@ -78,7 +78,7 @@ class Gate:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", name.encode())]
             await send(message)
 
-        # Respond, then count and log the request, whatever happened.
+        # Respond, then count and log the request in every case.
         try:
             refusal = self._refusal(scope["path"], headers)
             await (refusal if refusal is not None else self._app)(scope, counted, answered)

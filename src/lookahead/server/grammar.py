@@ -53,7 +53,7 @@ class Grammars:
             SettingsError: llguidance is not installed, or does not support the tokenizer or the schema; ``param``
                 names the schema's field.
         """
-        tokenizer = self._tokenizer  # first, because it says what is missing if llguidance is not installed
+        tokenizer = self._tokenizer  # first, because its error names the missing package
         from llguidance import LLMatcher
 
         try:
@@ -76,7 +76,11 @@ class JsonProcess:
         self._seen: int | None = None
 
     def __call__(self, ids: Any, scores: Any) -> Any:
-        """Scores (1, V) after ids (1, L), with -inf for tokens that the grammar forbids."""
+        """Scores (1, V) after ids (1, L), with -inf for tokens that the grammar forbids.
+
+        Raises:
+            SettingsError: the grammar rejects a token that was emitted.
+        """
         if self._seen is not None:
             for token in ids[0, self._seen :].tolist():
                 if not self._matcher.consume_token(token):

@@ -39,6 +39,9 @@ class Preparer:
     Attributes:
         context: maximum sequence length in tokens, prompt included. It is within the model's limit and below the
             length at which its rotary positions change, because sequences on either side cannot share a pass.
+
+    Raises:
+        SettingsError: --max-model-len exceeds the model's limit.
     """
 
     def __init__(self, llm: LLM, settings: Settings, name: str) -> None:
@@ -152,6 +155,9 @@ class Preparer:
             messages: the conversation so far.
             tools: the tools that may be called.
             effort: ``reasoning_effort`` for the chat template; None for the template's own default.
+
+        Raises:
+            SettingsError: the template rejects the messages, or the prompt is too long.
         """
         template = str(getattr(self.llm.tokenizer, "chat_template", None) or "")
         messages = with_tools(messages, tools, template)

@@ -255,7 +255,7 @@ class CompletionAnswer(Answer):
         text = self.token_text(entry.token)
         offset, part.offset = part.offset, part.offset + (0 if self.is_hidden(entry.token) else len(text))
         top: dict[str, float] = {}
-        # Of tokens with the same text, such as parts of characters, the first is the likeliest.
+        # Of tokens with the same text, such as parts of characters, the first is the most likely.
         for token, value in entry.top:
             top.setdefault(self.token_text(token), value)
         return {"token": text, "logprob": entry.logprob, "top": top, "offset": max(0, offset)}

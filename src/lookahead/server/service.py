@@ -64,7 +64,11 @@ class Server:
         return self.preparer
 
     def check_model(self, asked: str | None) -> None:
-        """Reject a model that is not served."""
+        """Reject a model that is not served.
+
+        Raises:
+            Refused: another model was requested, status 404.
+        """
         names = [self.name] if self.settings.served_model_name else [self.name, self.ready.llm.name]
         if asked is not None and asked not in names:
             raise Refused(

@@ -73,8 +73,8 @@ class Settings(MachineOptions, DrafterOptions):
         None,
         "Maximum rows of all trees in one pass; drafting scales back under load. In captured passes on a GPU, every "
         "tree counts as the largest of its pass. By default, as many as the cost curve of this model and machine "
-        "allows in the time of two plain passes, and at least 64; with captured passes, at most what one padded pass "
-        "of equal trees holds.",
+        "allows within twice the time of a plain pass, and at least 64; with captured passes, at most what one "
+        "padded pass of equal trees holds.",
         COUNT,
     )
     prompt_rows: int = option(
@@ -99,7 +99,7 @@ class Settings(MachineOptions, DrafterOptions):
         Raises:
             SettingsError: an unknown key, an invalid value, or a missing file.
         """
-        # From the extra [serve], which the command's help does not need.
+        # Imported here, because the command's help must work without the extra [serve].
         from pydantic import Field, ValidationError, create_model
         from pydantic_settings import BaseSettings, SettingsConfigDict
         from pydantic_settings.sources import YamlConfigSettingsSource

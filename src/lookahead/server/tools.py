@@ -53,7 +53,11 @@ def _value(text: str) -> Any:
 
 
 def offered(request: ChatRequest) -> list[dict[str, Any]]:
-    """The tools that may be called, in the format of chat templates."""
+    """The tools that may be called, in the format of chat templates.
+
+    Raises:
+        SettingsError: a tool's schema is nested too deeply.
+    """
     if not request.tools or request.tool_choice == "none":
         return []
     try:
@@ -66,7 +70,8 @@ def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:
     """(schema of a required call, the field that requires it); None if no call is required.
 
     Raises:
-        SettingsError: the required tool is not among ``tools``, or there are none.
+        SettingsError: the required tool is not among ``tools``, there are no tools, or a tool is strict although no
+            call is required.
     """
     choice = request.tool_choice
     strict = [tool.function.name for tool in request.tools or [] if tool.function.strict]
@@ -102,13 +107,13 @@ def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:
 
 
 def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """A schema whose references to itself hold where it is a part of another schema.
+    """The schema with its references to itself adjusted, so that they are valid where it is part of another schema.
 
     "#/$defs/x" begins at the root of the whole schema, except in a schema with an "$id", which is a root itself.
 
     Args:
         schema: the schema.
-        place: the JSON pointer to it in the other one.
+        place: the JSON pointer to this schema within the other one.
     """
     if "$id" in schema:
         return schema
@@ -179,7 +184,7 @@ class CallReader:
         return piece
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """Call it at the end. Returns (the rest of the content, the calls)."""
+        """End the completion. Returns (the rest of the content, the calls)."""
         parts = self._text.split(OPEN)
         bodies = [part.partition(CLOSE)[0] for part in parts[1:]] or [self._text]
         calls = [call for body in bodies if (call := self._call(body)) is not None]
@@ -193,7 +198,7 @@ class CallReader:
             given = json.loads(body)
         except (ValueError, RecursionError):
             return None
-        # Other JSON may have a list or an object here, and a set cannot look those up.
+        # Other JSON may have a list or an object here, which are unhashable.
         name = given.get("name") if isinstance(given, dict) else None
         if not isinstance(name, str) or name not in self._names:
             return None
