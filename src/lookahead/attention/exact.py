@@ -104,7 +104,7 @@ def attend(
             weights, shrink = torch.exp(scores - new), torch.exp(best - new)
             flat = weights.transpose(0, 1).reshape(kv_heads, rows * group, PAGE)
             values = (flat @ value[slot, :, part].to(wide)).view(kv_heads, rows, group, -1).transpose(0, 1)
-            # A row that sees nothing of the page gets nothing from it, even if another sequence's values are NaN.
+            # A row that sees no key of the page adds no value of it, even if another sequence's values are NaN.
             values = values.masked_fill(~seen.any(1)[:, None, None, None], -0.0)
             best, total, acc = new, total * shrink + weights.sum(-1, keepdim=True), acc * shrink + values
     if sinks is not None:

@@ -162,7 +162,11 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See ``attention.exact.attend``; ``pages`` is not used, because the kernel reads the positions."""
+    """See ``attention.exact.attend``; ``pages`` is not used, because the kernel reads the positions.
+
+    Raises:
+        TypeError: a dtype or a number of query heads that the kernel does not support.
+    """
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"the kernel takes float16, bfloat16 and float32, got {query.dtype}")
     # Shapes. The kernel needs a contiguous last dimension.

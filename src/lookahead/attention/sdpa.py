@@ -27,7 +27,11 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See the package for arguments and shapes."""
+    """See the package for arguments and shapes.
+
+    Raises:
+        SettingsError: the shapes do not match, or a head is too large.
+    """
     check(query, key, value, words)
     if slots is not None:
         index = slots.long()
@@ -35,9 +39,8 @@ def attend(
     batch, heads, rows, size = query.shape
     kv_heads = key.shape[1]
     group = heads // key.shape[1]
-    # The mask.
+    # The mask, from each column's index among the step's rows: negative in the prefix, Q or more after the rows.
     lengths = torch.as_tensor(lengths, device=query.device).long()
-    # Each column's index among the step's rows: negative in the prefix, Q or more after the rows.
     index = torch.arange(key.shape[2], device=query.device)[None] - lengths[:, None]  # (B, C)
     row = index.clamp(0, rows - 1)
     own = unpack_bits(words).gather(2, row[:, None].expand(-1, rows, -1))

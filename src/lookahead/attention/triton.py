@@ -279,6 +279,10 @@ def attend(
 
     Args:
         tuning: tile sizes that override ``blocks``, and "parts", which overrides ``split``.
+
+    Raises:
+        SettingsError: the shapes do not match, or a head is too large.
+        TypeError: a dtype that the kernel does not support.
     """
     check(query, key, value, words)
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):

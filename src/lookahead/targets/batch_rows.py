@@ -247,7 +247,7 @@ class StepTrial(Trial):
             median = float(distance(steps, passes).median())
             why = f"their distance from causal passes is {median:.2g}"
         rounding = ROUNDING[model.dtype in HALF_DTYPES]
-        # If two causal passes already differ (dropout, NaN), the distance says nothing about the state.
+        # If two causal passes already differ (dropout, NaN), the distance reveals nothing about the state.
         if steps is None or (median > rounding > float(distance(super().reference(model), passes).median())):
             raise NoSteps(
                 f"a model must keep its state in transformers' DynamicCache, and steps of {type(model).__name__} "

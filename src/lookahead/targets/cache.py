@@ -65,5 +65,5 @@ class StoredTarget(Target):
             self.lengths[slot] += len(path)
 
     def release(self, slot: int) -> None:
-        """Forget a sequence. Its memory may be reused."""
+        """Free a slot. Its memory may be reused."""
         self.lengths.pop(slot, None)

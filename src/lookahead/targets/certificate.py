@@ -28,7 +28,7 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
     R rows at several positions after random keys and values are evaluated in order, rotated by one, reversed, and
     with every other row replaced. Each row's logits, keys and values must be bit-identical.
     """
-    # A target of its own, with a cache for the prefix and one pass.
+    # A separate target, whose cache has room for the prefix and one pass.
     target = exact_target_class(attention)(model, facts, attention)
     count = target.rows
     generator = torch.Generator().manual_seed(0)
@@ -63,7 +63,7 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
 
     def first_difference(hooks: bool) -> str | None:
         """With hooks, name the first module whose outputs differ; without, only report whether any result differs."""
-        # The results of the first pass, and the outputs of its modules and of the present pass.
+        # The results of the first pass, and the module outputs of the first and of the current pass.
         first: dict[int, list[torch.Tensor]] = {}
         outputs: list[tuple[str, torch.Tensor]] = []
         first_outputs: list[tuple[str, torch.Tensor]] = []

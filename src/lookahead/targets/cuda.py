@@ -18,14 +18,14 @@ WAITS = "called a synchronizing CUDA operation"
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether a device has streams and graphs; tests make the CPU pass for one."""
+    """Whether a device has streams and graphs; tests replace this function to treat the CPU as such a device."""
     return device.type == "cuda"
 
 
 def pinned(numbers: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Numbers as a tensor in pinned host memory, for non-blocking copies to the device.
 
-    The tensor may be dropped at once, because torch reuses pinned memory only after copies from it have ended.
+    The tensor may be dropped immediately, because torch reuses pinned memory only after copies from it have ended.
     """
     tensor = torch.as_tensor(numbers, dtype=dtype)
     return tensor.pin_memory() if is_gpu(device) else tensor
@@ -58,7 +58,7 @@ class HostCopy:
 
 
 class Stream:
-    """One stream for all work on some device memory, whatever stream its callers use.
+    """One stream for all work on some device memory, regardless of its callers' streams.
 
     Work in ``use`` runs after everything that the caller has launched and before everything that it launches later.
     So the work of several callers never overlaps on the device, each can read the results on its own stream, and the
@@ -95,8 +95,8 @@ _noticing = threading.Lock()
 def noticed_waits(device: torch.device) -> Iterator[list[str]]:
     """A context that collects this thread's operations that wait for the device, which a graph cannot contain.
 
-    torch can report such operations as errors or as warnings, but only for the whole process. Errors would also hit
-    other threads, so warnings are used, and those of other threads are dropped.
+    torch can report such operations as errors or as warnings, but only for the whole process. Errors would also occur
+    in other threads, so warnings are used, and those of other threads are dropped.
 
     Yields:
         file and line of each operation, complete at the end of the block.

@@ -304,7 +304,7 @@ def division(rows: Sequence[int]) -> list[list[int]]:
 def captured_attention(
     model: PreTrainedModel, facts: ModelFacts, backend: str = "auto"
 ) -> tuple[TreeAttention | None, str]:
-    """The attention for ``CudaGraphTarget`` on this model. The result is remembered.
+    """The attention for ``CudaGraphTarget`` on this model. The result is cached.
 
     Args:
         model: a causal language model.
@@ -352,7 +352,7 @@ def _check_captures(
             return _check_captures(model, facts, "sdpa")
         return None, f"{name} cannot be captured ({summary(error)})"
     if not result.ok and attention.backend == "triton":
-        # It may be the kernel alone that is wrong.
+        # Possibly only the kernel is wrong.
         warnings.warn(
             f"the attention kernel fails its check here ({result.reason}); trying sdpa",
             RuntimeWarning,

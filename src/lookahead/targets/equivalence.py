@@ -14,10 +14,11 @@ does not change when a constant is added to all logits:
   ``MAX_MEAN_FACTOR`` times over all rows. Two means must meet the latter limit: the root mean square reveals a large
   error in some rows, the geometric mean a small error in all rows, which a few large rounding errors would hide.
 
-The negative control takes the same path. It is a tree in which two rows have a wrong ancestor and one row is off by
-one position. The errors of these rows must be at least ``CONTROL_MARGIN`` times the largest error of the correct
-rows; otherwise the trial could not detect such a fault. A failed trial is repeated with different prompts, and one
-success is enough: rounding may flip the choice of an expert router for one prompt, but a faulty path fails for all.
+The negative control is evaluated on the same path. It is a tree in which two rows have a wrong ancestor and one is
+off by one position. The errors of these rows must be at least ``CONTROL_MARGIN`` times the largest error of the
+correct rows; otherwise the trial could not detect such a fault. A failed trial is repeated with different prompts,
+and one success is enough: rounding may flip the choice of an expert router for one prompt, but a faulty path fails
+for all.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Trial:
         device: type of the model's device.
 
     Attributes:
-        name: the name under which the reference logits are remembered.
+        name: the name under which the reference logits are cached.
         controls: rows of the control tree, by kind of fault.
         tolerance: largest error in float32 and float64.
         repeats: how often each pass of trees is evaluated; the last time counts.

@@ -1,11 +1,11 @@
 """Exact mode: bit-identical logits with and without drafting, in any dtype, for any model whose operations allow it.
 
 The rounding of a row depends on the shape of an operation and on the row's index in it. So every step, plain decoding
-included, is evaluated in passes of a fixed number of rows R, whatever trees and sequences the rows come from, and
+included, is evaluated in passes of a fixed number of rows R, regardless of the trees and sequences of the rows, and
 attention is divided at absolute positions (``lookahead.attention.exact``). One condition on the operations remains: a
 row's result must depend neither on its index among the R rows nor on the other rows. A certificate
 (``targets.certificate``) checks this when a model is first used in exact mode; if the check fails, exact mode is
-refused. Example with R = 4 and two sequences whose trees have 3 and 2 rows:
+not available. Example with R = 4 and two sequences whose trees have 3 and 2 rows:
 
     pass 1:  a0  a1  a2  b0      plain decoding evaluates the same tokens in passes such as
     pass 2:  b1  (b1 b1 b1)      a0 (a0 a0 a0): rows in parentheses are copies of the first row
@@ -209,7 +209,7 @@ class _CapturedPass:
                 raise
             clear_frames(error.__traceback__)
         if captured is None:
-            # Only a replay may produce output, so this pass needs its graph more than the others need theirs.
+            # Only a replay may produce output, so this pass must be captured; evict the other graphs.
             target.graphs.drop_passes()
             captured = target.graphs.capture(lambda: target.evaluate(self.numbers, pages))
         self.graph, self.logits, self.bytes = captured

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PassFacts(Limits):
-    """What every forward pass of a model needs, in addition to ``Limits``.
+    """The facts that every forward pass of a model needs, in addition to ``Limits``.
 
     Attributes:
         cache_name: the name of the cache among the arguments of ``forward``.
@@ -37,7 +37,7 @@ class PassFacts(Limits):
 
 
 class ModelFacts(PassFacts):
-    """What token trees need, in addition to ``PassFacts``.
+    """The facts that passes over token trees need, in addition to ``PassFacts``.
 
     Attributes:
         alibi: the bias of an ALiBi model, or None.

@@ -80,8 +80,8 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
     """A value that changes when a weight, buffer, module, method, hook, attribute or setting of the model changes.
 
     It also changes when torch.autocast is switched on or off. Settings and attributes whose names begin with "_"
-    belong to transformers, which writes some of them in every call; among them, only the attention implementation
-    counts. Neither do buffers count that rotary positions recompute for every length.
+    belong to transformers, which writes some of them in every call; of these, only the attention implementation is
+    included. Buffers that rotary positions recompute for every length are not included either.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):  # nothing else can change its weights

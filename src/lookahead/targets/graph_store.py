@@ -1,4 +1,4 @@
-"""What targets with captured passes share: a KV cache and its CUDA graphs, and the target that keeps them.
+"""The common parts of targets with captured passes: a KV cache with its CUDA graphs, and the target that keeps them.
 
 Cache and graphs are kept in a ``GraphStore`` that outlives its target: the next target of the same model takes it
 over, so short completions do not wait for captures. Each model keeps at most one unused store.
@@ -28,7 +28,7 @@ from .tree_cache import TreeCache
 
 #: Initial capacity of a cache, in tokens. When a cache grows, passes must be captured again.
 CAPACITY = 1024
-#: The share of device memory that captured passes may take, and that the cache of an unused store may take, for
+#: The share of device memory that captured passes may use, and that the cache of an unused store may use, for
 #: models with a share other than ``GRAPH_MEMORY`` (the option graph_memory).
 memory_shares: weakref.WeakKeyDictionary[PreTrainedModel, float] = weakref.WeakKeyDictionary()
 #: Held during a capture: torch allows one at a time in a process.
@@ -37,7 +37,7 @@ _Pass = TypeVar("_Pass")
 
 
 def uncapturable(model: PreTrainedModel, facts: ModelFacts) -> str:
-    """Why no pass of a model can be captured, as far as can be told in advance; "" if no reason is known."""
+    """Why no pass of a model can be captured, as far as known before capture; "" if no reason is known."""
     name = type(model).__name__
     devices = {str(p.device) for p in model.parameters()}
     if len(devices) > 1:
@@ -58,9 +58,9 @@ class GraphStore:
         passes: passes by size, the least recently used first.
         stream: the stream of all work on the cache and in the passes. Replays share memory and the workspace of
             matrix products, which the first pass on the stream allocates, so they must not overlap.
-        limit: bytes that the passes and the logits that they share may take, and that the cache may take while no
-            target uses it. All graphs of a store share a memory pool: the memory of a dropped graph is free for later
-            captures, and it returns to the device when all graphs of the store are dropped.
+        limit: maximum bytes of the passes together with the logits that they share, and maximum bytes of the cache
+            while no target uses it. All graphs of a store share a memory pool: the memory of a dropped graph is free
+            for later captures, and it returns to the device when all graphs of the store are dropped.
     """
 
     def __init__(self, model: PreTrainedModel, facts: ModelFacts, capacity: int) -> None:
@@ -109,7 +109,7 @@ class GraphStore:
         """Capture ``evaluate``, then drop the least recently used passes while ``bytes`` exceeds ``limit``.
 
         Returns:
-            the graph, the tensors that each replay writes its results to, and the bytes that both take.
+            the graph, the tensors that each replay writes its results to, and the memory of both in bytes.
 
         Raises:
             MemoryError, RuntimeError: out of memory (``out_of_memory``), or the capture failed.
@@ -150,7 +150,7 @@ class GraphStore:
 
 
 def graph_limit(model: PreTrainedModel) -> float:
-    """Bytes that the captured passes of a model may take, by its share of the device's memory."""
+    """Maximum bytes of the captured passes of a model: its share of the device's memory."""
     return memory_shares.get(model, GRAPH_MEMORY) * memory(model.device)[1]
 
 

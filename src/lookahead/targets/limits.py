@@ -1,4 +1,4 @@
-"""What is known about a model: its limits, comparisons of its passes, and its probe. Also memory errors of a pass.
+"""Facts about a model: its limits, comparisons of its passes, and its probe. Also detects out-of-memory errors.
 
 This module does not import torch.
 """
@@ -14,7 +14,7 @@ from ..core import OutOfMemory
 
 #: The position limit of a model without one; longer than any sequence.
 NO_LIMIT = 1 << 30
-#: The share of a device's memory that the captured passes of a model may take (``targets.graph_store``).
+#: The share of a device's memory that the captured passes of a model may use (``targets.graph_store``).
 GRAPH_MEMORY = 0.1
 #: Substrings of out-of-memory errors from allocators and CUDA libraries.
 NO_MEMORY = ("can't allocate memory", "out of memory", "status_alloc_failed")
@@ -112,7 +112,7 @@ def memory_errors(what: str) -> Iterator[None]:
     """Turn an allocation error into ``OutOfMemory``, after which the decoding loop retries with fewer rows.
 
     Args:
-        what: what did not fit; used in the message.
+        what: the name of the pass or copy in the message.
     """
     try:
         yield

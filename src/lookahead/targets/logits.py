@@ -126,7 +126,7 @@ def as_float32(numbers: Numbers) -> Numbers:
     return (numbers.astype(np.int32) << 16).view(np.float32) if numbers.dtype == np.int16 else numbers
 
 
-#: Best tokens per row in ``packed``: as many as drafters ask for.
+#: Best tokens per row in ``packed``: as many as drafters request.
 PACKED_TOP = 8
 
 
@@ -169,7 +169,7 @@ class CopiedLogits(LogitsBatch):
 
 
 def _as_numpy(logits: torch.Tensor) -> Numbers:
-    """Logits (R, V) in CPU memory as ``top_of_rows`` takes them."""
+    """Logits (R, V) in CPU memory in the form that ``top_of_rows`` accepts."""
     import torch
 
     if logits.dtype not in (torch.float32, torch.bfloat16):

@@ -45,7 +45,7 @@ from ..attention.bits import pack_bits, unpack_bits
 from ..core import TokenTree
 from .cuda import to_device
 
-#: Model types whose classes use one mask for all layers, whatever types of layers the config lists.
+#: Model types whose classes use one mask for all layers, regardless of the layer types in the config.
 ONE_MASK = (
     "doge",
     "ministral3",
@@ -57,7 +57,7 @@ ONE_MASK = (
     "qwen3_moe",
     "starcoder2",
 )
-#: Model types whose classes have no window, whatever ``sliding_window`` the config has.
+#: Model types whose classes have no window, regardless of the config's ``sliding_window``.
 WITHOUT_WINDOW = ("gemma", "gpt2", "granite", "llama", "olmo2")
 
 
@@ -124,6 +124,13 @@ def attention_masks(
     """The mask of one pass: a tensor (B, 1, Q, width), or a dict of such tensors by kind of layer.
 
     It is 0 if a row sees a key, and the dtype's lowest number if not (drawn above).
+
+    Args:
+        kinds: the attention patterns of the layers.
+        trees: the trees of the B sequences, of at most Q rows each.
+        lengths: T of each sequence.
+        positions: the position of each row, (B, Q).
+        dtype, device: dtype and device of the mask.
     """
     rows = positions.shape[1]
     query = positions[:, :, None]
@@ -190,7 +197,7 @@ class AlibiBias:
         thread = get_ident()
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if get_ident() != thread:  # the caller may run a pass of its own on the same model
+            if get_ident() != thread:  # another thread may run a pass on the same model
                 return args, kwargs
             kwargs = dict(kwargs)
             if self.one_sequence_only:

@@ -60,7 +60,7 @@ class OwnModel(ABC):
     Attributes:
         path: ``Target.path`` of its targets.
         bit_equal: whether drafting changes no bit of its logits.
-        instead: what to do if another path is wanted.
+        instead: how to use another path, for error messages.
         weights: the types of its weights, for display, those with the most bytes first, as in "Q4_K + Q6_K".
         parameter_count: the number of its weights.
         config, generation_config: as in transformers, or objects with the fields found in the file.
@@ -82,7 +82,7 @@ class OwnModel(ABC):
 
     @abstractmethod
     def probe(self) -> Probe:
-        """What its passes can evaluate."""
+        """The result of its probe: which steps its passes can evaluate."""
 
     @abstractmethod
     def make_target(self) -> Target:

@@ -1,4 +1,4 @@
-"""The ways to evaluate a model's steps, in one ordered list. A model takes the first that works.
+"""The ways to evaluate a model's steps, in one ordered list. The first that works for a model is used.
 
 For a given model, a path makes a target or explains why it cannot. Its rows are either bit-identical in a step of any
 size, or equal up to rounding. Models that are not transformers modules (``OwnModel``) make their own target.
@@ -44,8 +44,8 @@ class TargetPath:
         mode: the mode of the probe that it needs; "" for any.
         suits: (model, probe) -> whether ``path="auto"`` tries it.
         make: (model, facts, reason) -> a target, or why there is none, in one line. ``facts`` are those of the probe,
-            None except in the mode "tree". ``reason`` is why no earlier path was taken, or else the probe's result.
-        notice: a warning, given once per model if ``path="auto"`` tries this path and has to take a later one; "" for
+            None except in the mode "tree". ``reason`` is why no earlier path was chosen, or else the probe's result.
+        notice: a warning, issued once per model if ``path="auto"`` tries this path but must use a later one; "" for
             none.
     """
 
@@ -71,7 +71,7 @@ def probe(model: PreTrainedModel | OwnModel) -> Probe:
 
 
 def make_target(model: PreTrainedModel | OwnModel, path: str = "auto", exact: bool = False) -> Target:
-    """A fresh target. ``target.path`` and ``target.reason`` tell which path was chosen and why.
+    """A fresh target. ``target.path`` is the chosen path, ``target.reason`` the reason for the choice.
 
     Args:
         model: a causal language model.
@@ -113,7 +113,7 @@ def make_target(model: PreTrainedModel | OwnModel, path: str = "auto", exact: bo
 
 
 def shortfall(model: Any, target: Target) -> str:
-    """How and why a model runs slower than its kind can; "" if it does not."""
+    """How and why a model runs slower than models of its kind can; "" if it does not."""
     if target.path == "plain":
         return f"with plain decoding, without drafts: {target.reason}"
     if target.path == "transformers" and model.device.type == "cpu":
@@ -124,7 +124,7 @@ def shortfall(model: Any, target: Target) -> str:
     return ""
 
 
-#: Shortfalls that a warning was given about: (type of the model, how it runs).
+#: Shortfalls that a warning has reported: (type of the model, shortfall).
 _warned: set[tuple[str, str]] = set()
 
 
@@ -133,7 +133,7 @@ def warn_about_shortfall(model: Any, target: Target, who: str, again: bool, stac
 
     Args:
         who: the first words of the message.
-        again: whether to repeat a warning that was given about such a model.
+        again: whether to repeat a warning that was already issued for such a model.
         stacklevel: as in ``warnings.warn``, from the caller on.
     """
     how = shortfall(model, target)
@@ -149,7 +149,7 @@ def on_gpu(model: PreTrainedModel) -> bool:
 
 
 def limit_graphs(model: Any, share: float) -> None:
-    """Set the share of a GPU's memory that the captured passes of a model may take.
+    """Set the share of a GPU's memory that the captured passes of a model may use.
 
     Raises:
         SettingsError: the share is not above 0 and at most 1, or the model is on no GPU.

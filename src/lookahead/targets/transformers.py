@@ -206,7 +206,7 @@ class TransformersTarget(StoredTarget):
     def _call(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, nodes: list[int], hidden: bool = False
     ) -> LogitsBatch:
-        """Logits (B, len(nodes), V) of these rows of the pass, with their hidden states if asked for."""
+        """Logits (B, len(nodes), V) of these rows of the pass, with their hidden states if ``hidden``."""
         device = self.model.device
         named = {} if mask is None else {"attention_mask": mask}
         keep = None

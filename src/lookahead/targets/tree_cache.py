@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .cache import KVStorage
 from .cuda import to_device
 
-#: Capacities that did not come from doubling are multiples of this.
+#: Capacities that were not reached by doubling are multiples of this.
 STEP = 256
 #: ((heads, head size), slot) -> keys or values (count, heads, T, head size).
 Contents = dict[tuple[tuple[int, int], int], torch.Tensor]
@@ -195,7 +195,7 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
         self._used = {slot: end for slot, end in self._used.items() if slot in self.lengths}
 
     def clear(self) -> None:
-        """Set all keys and values to 0, in the same memory, and forget the slots in use."""
+        """Set all keys and values to 0, in the same memory, and free all slots."""
         for storage in self._storage.values():
             storage.zero_()
         self._waiting = {}
