@@ -54,7 +54,7 @@ VECTOR = 4 * LANES
 
 @compiled
 def _scores_on_tiles(keys: int, query: int, out: int, line: int, head: int, count: int) -> None:
-    """Scores of 16 bf16 queries, whatever ``count`` is. Tiles 2 and 3 hold sums, 5 queries, 6 and 7 keys."""
+    """Scores of 16 bf16 queries, regardless of ``count``. Tiles 2 and 3 hold sums, 5 queries, 6 and 7 keys."""
     stride = 2 * head
     block_bytes = 2 * KEY_BLOCK * head
     for pair in range(SCORE_BLOCK // KEY_BLOCK // 2):
@@ -81,6 +81,7 @@ def _score_of(fmt: Format) -> Any:
     load = fmt.stored.load_columns
     key_bytes = KEY_BLOCK * fmt.stored.bytes
 
+    # The scores of a fixed number of queries, whose sums stay in registers over all dimensions of the head.
     def queries_of(queries: int) -> Any:
         columns = (2 if queries == 8 else 4) if WIDTH == LANES else 1  # blocks of keys at once
 
@@ -100,8 +101,9 @@ def _score_of(fmt: Format) -> Any:
     eight, four, two, one = (queries_of(queries) for queries in (8, 4, 2, 1))
     most = QUERIES
 
+    # Any number of queries: the largest of these functions first, because more queries share each load of keys.
     def score(keys: int, query: int, out: int, line: int, head: int, count: int) -> None:
-        q = 0  # as many queries at once as possible
+        q = 0
         while q < count:
             left = count - q
             x = query + 4 * head * q
@@ -126,6 +128,7 @@ def _weighted_sum_of(fmt: Format) -> Any:
     """Make (weights, line, values, columns, out, head, count): out (count, D) += weights @ values of columns."""
     load, size = fmt.stored.load_columns, fmt.stored.bytes
 
+    # A fixed block of queries and vectors of values, whose sums stay in registers over all columns.
     def sums_of(queries: int, vectors: int) -> Any:
         def weighted_sum(weights: int, line: int, values: int, columns: int, out: int, head: int) -> None:
             sums = load_block(out, 4 * head, queries, vectors)
@@ -145,12 +148,14 @@ def _weighted_sum_of(fmt: Format) -> Any:
     def weighted_sum(
         weights: int, line: int, values: int, columns: int, out: int, head: int, count: int
     ) -> None:
+        # The vectors of a head, ``vectors`` at a time; those that remain, one at a time.
         first = 0
         while first < head // LANES:
             block = values + LANES * size * first
             sums = out + VECTOR * first
             wide = first + vectors <= head // LANES
-            q = 0  # as many queries at once as possible
+            # As many queries at once as possible, because they share each load of values.
+            q = 0
             while q < count:
                 left = count - q
                 w = weights + line * q
@@ -218,6 +223,7 @@ def _weigh_of(fmt: Format) -> Any:
 
         Arguments as in ``attend``; columns ``begin``..``shared`` are evaluated for all of the queries.
         """
+        # Sizes, and the positions and paths of the sequence's rows.
         length = segment.length
         groups = p.heads // p.key_heads
         head = p.padded_head
@@ -226,13 +232,14 @@ def _weigh_of(fmt: Format) -> Any:
         bounds = integers_at(p.path_ends + 8 * segment.first_row)
         path = integers_at(p.path_columns)
         factors = floats_at(scratch + QUERY_BLOCK * (line + 4 * head))
-        # Scores of all columns from ``start`` on.
+        # Scores of all columns from ``start`` on, for all queries at once.
         bottom = (i + count - 1) // groups
         start = begin // SCORE_BLOCK * SCORE_BLOCK
         for column in range(start, length + bottom + 1, SCORE_BLOCK):
             block = keys + column * head * stored
             scores_at = scratch + 4 * (column - start)
             score(block, query + query_bytes * head * i, scores_at, line, head, count)
+        # The weights of each query: cap its scores, select its columns, apply the softmax.
         for q in range(count):
             r = (i + q) // groups
             if layer.cap != 0:
@@ -277,7 +284,8 @@ def _sum_values_of(fmt: Format) -> Any:
         shared: int,
         scratch: int,
     ) -> None:
-        """Sum values by the weights that ``weigh`` wrote, into the scratch space. Arguments as there."""
+        """Sum values by the weights that ``weigh`` wrote, into the scratch space. Arguments as in ``weigh``."""
+        # Sizes, and the positions and paths of the sequence's rows.
         length = segment.length
         groups = p.heads // p.key_heads
         head = p.padded_head
@@ -338,6 +346,7 @@ def _store_outputs_of(fmt: Format) -> Any:
         for q in range(count):
             sums_of_q = sums_at + 4 * q * head
             out_row = out + (i + q) // groups * p.attended_stride + (i + q) % groups * size * out_bytes
+            # Whole vectors if possible; a vector past the end of the head would overwrite the next one.
             if size % LANES == 0:
                 for d in range(0, size, LANES):
                     total = load_floats(sums_of_q + 4 * d) * floats(factors[q])

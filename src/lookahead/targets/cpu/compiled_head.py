@@ -3,7 +3,7 @@
 It runs between two passes, on the same threads, and reads 3 to 8 MB of weights for a model of 135M parameters, for
 any number of rows. A job has four stages, with a barrier after each:
 
-    gate    every thread norms the inputs [norm(h); norm(e)], then computes its share of silu(gate z) * up z
+    gate    every thread computes the inputs z = [norm(h); norm(e)], then its share of silu(gate z) * up z
     round   the sums are quantized to 8 bits, like every input of a packed product
     down    h' = h + down(...), then quantized
     output  the shortlist logits, and the largest of each group of 32
@@ -93,7 +93,7 @@ def _job() -> Any:
     def run(address: int, control: int, rank: int, size: int, arrived: int) -> None:
         p = plan_at(address)
         worker = Worker(control, rank, size)
-        # Every thread norms all rows, which is faster than waiting for the others.
+        # Every thread normalizes all rows, which is faster than waiting for the others.
         z = p.z + p.z_each * rank
         blocks = 2 * p.hidden // BLOCK
         for r in range(p.rows):
@@ -232,7 +232,7 @@ class CompiledHead:
         Args:
             states: (n, hidden) fp32, at most ``MAX_ROWS`` rows.
             tokens: n token ids.
-            k: how many tokens to return for each, at most the shortlist's size.
+            k: the number of tokens to return for each, at most the shortlist's size.
 
         Returns:
             the predicted states under the tokens, (n, hidden) fp32; the k best tokens, int32 (n, k); and their

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .dense import Linear
 
 Array = np.ndarray[Any, np.dtype[Any]]
-#: Best tokens per row that every pass finds; as many as the adaptive drafter reads, also when sampling.
+#: Best tokens per row that every pass finds; as many as the adaptive drafter reads, even when sampling.
 TOP = 24
 
 
@@ -124,8 +124,8 @@ class CompiledModel:
         else:
             plan["embedding"] = self._address(embedding)
             self._token_count = min(self.vocabulary, len(embedding))  # the head may have more rows
-        # Sizes and strides.
-        # Those of logits, of the largest logits of groups, and of the best tokens and their log-odds.
+        # Sizes and strides. First the strides of logits, of the largest logits of groups, and of the best tokens and
+        # their log-odds.
         self.top = min(TOP, self.vocabulary)
         self.logits_strides = (
             round_up(self.vocabulary, GROUP) * fmt.stored.bytes,
@@ -305,9 +305,9 @@ class CompiledModel:
         p["rotary"] = rotary.ctypes.data
         p["rotary_each"] = rotary.strides[0]
         state.tile_config[:] = formats.tile_config(min(16, len(tokens)))
-        state.holds = (self, memory, rotary, [cache.storage[segment.slot] for segment in segments])
+        state.owners = (self, memory, rotary, [cache.storage[segment.slot] for segment in segments])
         pool.run(self._job, state.address, state)
-        state.holds = None
+        state.owners = None
         self._idle.append(state)
 
 

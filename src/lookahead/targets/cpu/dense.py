@@ -33,7 +33,7 @@ class Linear(NamedTuple):
 
 
 def packed_bytes(linear: Linear, fmt: Format) -> int:
-    """Bytes that ``pack`` takes for the weight."""
+    """Bytes of memory that ``pack`` uses for the weight."""
     out, inner = linear.weight.shape
     return round_up(out, GROUP) * round_up(inner, fmt.step) * fmt.stored.bytes
 

@@ -180,7 +180,7 @@ class ExecutionState:
         fmt: the model's format.
 
     Attributes:
-        holds: other objects whose memory the plan points to during a pass.
+        owners: objects that keep the plan's memory alive during a pass.
     """
 
     def __init__(self, model: np.ndarray[Any, Any], fmt: Format) -> None:
@@ -191,7 +191,7 @@ class ExecutionState:
         self._capacity = (0, 0, 0)
         self._buffers: dict[str, Any] = {}
         self._step: Any = None
-        self.holds: Any = None
+        self.owners: Any = None
 
     def reserve(self, rows: int, length: int, threads: int) -> None:
         """Ensure that the buffers have room for this many rows, columns and threads."""

@@ -219,6 +219,6 @@ def _compiled(fmt: Format) -> MachineCode:
 def pass_address(fmt: Format) -> int:
     """The address of a format's compiled pass, a job for a ``ThreadPool``. It is compiled once and cached on disk.
 
-    LLVM's errors are passed through.
+    Errors of numba and LLVM are not caught; see ``compiled_model.checked``.
     """
     return _compiled(fmt).address

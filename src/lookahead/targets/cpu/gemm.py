@@ -96,7 +96,7 @@ def _tile_kernel(weights: int, rows: int, stride: int, steps: int, count: int, o
 def _rows_of(fmt: Format, rows: int) -> Any:
     """Make (chunk, x, stride, steps, out, r, share), which adds the products of ``rows`` rows and a chunk.
 
-    A step is 4 bytes of a row. For example, 8 rows take these of 32 registers with 16 numbers:
+    A step is 4 bytes of a row. For example, 8 rows use these of 32 registers with 16 numbers:
 
         16 sums: row r has sums[r, 0] for outputs 0-15 and sums[r, 1] for outputs 16-31
         2 weights w0, w1 of one inner number; 1 broadcast x
@@ -249,18 +249,21 @@ def gemm_of(fmt: Format) -> tuple[Any, Any, Any, Any, Any]:
             worker: Any,
             stage: int,
         ) -> None:
+            # This thread's scratch space for sums, and the parameters of the linear in every lane.
             sums = p.scratch + worker.rank * p.scratch_each
             factor, a, b = floats(linear.factor), floats(linear.a), floats(linear.b)
+            # This thread's share of the groups, then the shares of the other threads.
             for turn in range(worker.size):
                 owner = (worker.rank + turn) % worker.size
                 begin, end = share(linear.groups, owner, worker.size)
                 g = begin + take(worker.control, stage, owner, end - begin)
                 while g < end:
+                    # All rows times one group of weights, while the group is cached.
                     weights, bias = linear.weights + g * linear.group_bytes, linear.bias + 4 * g * GROUP
                     for r in range(0, rows, ROW_BLOCK):
                         count = min(ROW_BLOCK, rows - r)
                         kernel(weights, x + r * x_stride, x_stride, linear.steps, count, sums)
-                        # The epilogue.
+                        # The epilogue of each row, while its sums are cached.
                         line = out + g * group_bytes + r * out_stride
                         peak = p.peaks + 4 * g + r * p.peaks_stride
                         for n in range(count):
@@ -274,6 +277,7 @@ def gemm_of(fmt: Format) -> tuple[Any, Any, Any, Any, Any]:
 
         return compiled(gemm, name + fmt.name)
 
+    # One gemm for each epilogue, with the bytes that it writes per row and group.
     return (
         ending_in("store", _store, 4 * GROUP),
         ending_in("add", _add, 4 * GROUP),

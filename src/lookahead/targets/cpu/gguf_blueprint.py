@@ -312,6 +312,7 @@ def blueprint_of_file(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str
     """
     reader = None
     try:
+        # Read the layers, the head and the embedding, which tied models share. Their weights are packed in threads.
         settings = read_settings(file)
         reader = _Reader(file, settings)
         layers = list(reader.layers())
@@ -320,6 +321,7 @@ def blueprint_of_file(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str
         positions = None
         if "positions" in settings.names.tensors:
             positions = reader.fp32(f"{reader.name('positions')}.weight")
+        # Assemble the parts while the threads pack.
         blueprint = Blueprint(
             name=settings.names.model_class,
             dtype="float32",
@@ -345,6 +347,7 @@ def blueprint_of_file(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str
         )
         reader.finish()
     except (KeyError, Unsupported) as error:
+        # transformers' reader will load the file instead.
         if reader is not None:
             reader.abandon()
         if isinstance(error, KeyError):

@@ -20,7 +20,7 @@ from .packed import BLOCK
 from .packed_gemm import quantize
 from .thread_pool import barrier, share
 
-#: Up to this many rows, every thread norms all rows, which is faster than waiting for the other threads.
+#: Up to this many rows, every thread normalizes all rows, which is faster than waiting for the other threads.
 FEW_ROWS = 2
 SEGMENT_BYTES = SEGMENT.itemsize
 segment_at = record_at(SEGMENT)
@@ -56,12 +56,15 @@ def norms_of(fmt: Format) -> tuple[Any, Any, Any]:
     def norm_rows(
         p: Any, norm: Any, rows: int, row_numbers: int, worker: Any, arrived: int
     ) -> tuple[int, int]:
-        """Norm rows of x into a gemm's input. Returns the input's address for this thread, and the count of arrivals.
+        """Write the norm of rows of x to a gemm's input.
 
         Args:
-            row_numbers: address of the rows of x to norm, as 64-bit integers; 0 for the first ``rows`` rows.
+            row_numbers: address of the row numbers in x, as 64-bit integers; 0 for the first ``rows`` rows.
+
+        Returns:
+            the input's address for this thread, and the count of arrivals.
         """
-        # Every thread norms a few rows for itself; more rows are divided among the threads.
+        # If there are few rows, every thread normalizes all of them for itself; otherwise the threads divide them.
         out = p.normed
         begin = 0
         end = rows
@@ -69,7 +72,7 @@ def norms_of(fmt: Format) -> tuple[Any, Any, Any]:
             out += worker.rank * p.normed_each
         else:
             begin, end = share(rows, worker.rank, worker.size)
-        # Norm each row in fp32, and write it in the format's type.
+        # Normalize each row in fp32, and write it in the format's type.
         ws, bs = floats_at(norm.weight), floats_at(norm.bias)
         chosen = integers_at(row_numbers)
         for r in range(begin, end):
@@ -87,6 +90,7 @@ def norms_of(fmt: Format) -> tuple[Any, Any, Any]:
 
     def add_normed(p: Any, norm: Any, worker: Any) -> None:
         """Add the norm of this thread's rows of ``p.qkv`` to x."""
+        # No two threads write to the same row, so no barrier is needed in between.
         ws, bs = floats_at(norm.weight), floats_at(norm.bias)
         begin, end = share(p.rows, worker.rank, worker.size)
         for r in range(begin, end):
@@ -106,6 +110,7 @@ def norms_of(fmt: Format) -> tuple[Any, Any, Any]:
             for i in range(p.hidden):
                 outs[i] = numbers[i]
 
+    # As in ``statistics``, LLVM may fuse multiply-adds.
     for function in (norm_rows, add_normed, keep_states):
         compiled(function, fmt.name, fastmath=REASSOCIATE)
     return norm_rows, add_normed, keep_states
@@ -118,7 +123,7 @@ def rotate_of(fmt: Format) -> Any:
     pair = fmt.key_pair
 
     def rotate(p: Any, layer: Any, index: int, worker: Any) -> None:
-        """Norm and rotate this thread's (head, row) pairs of ``p.qkv``, and write keys and values to the cache.
+        """Normalize and rotate this thread's (head, row) pairs of ``p.qkv``, and write keys and values to the cache.
 
         Queries are scaled and written to ``p.query``; a sequence's queries are (K, rows, H / K, padded head).
         """
@@ -146,7 +151,7 @@ def rotate_of(fmt: Format) -> Any:
             source, ys = floats_at(y), floats_at(scratch)
             for i in range(head):
                 ys[i] = source[i]
-            # Norm and rotate queries and keys.
+            # Normalize and rotate queries and keys.
             if lane < heads + key_heads:
                 if layer.head_norm.kind != 0:
                     ws = floats_at(layer.head_norm.weight + 4 * lane * head)

@@ -6,8 +6,8 @@ summed in 32-bit integers, and each block adds one fp32 term to a row's sum:
     y = sum over blocks b of   (scale_b * dx_b) * (sum of q * x)  +  offset_b * (dx_b * sum of x)
 
 where w = scale * q + offset is the decoded weight and dx * x the quantized activation. Integer sums are exact, and
-the fp32 terms are added in the order of the blocks, so a row is bit-identical whatever rows are computed alongside
-it.
+the fp32 terms are added in the order of the blocks, so a row is bit-identical regardless of the rows computed
+alongside it.
 
 Weights are stored in panels of 16 outputs (``packed``). A block of a panel is 8 vectors of 16 x 4 unsigned bytes:
 vector t holds q of inner numbers 4t .. 4t+3 of each output, 4 bytes per lane. A kernel iterates over the blocks of
@@ -238,6 +238,7 @@ def _two_runs(kind: Kind) -> Any:
             return whole(first) + whole(second)
         return whole(_products(totals(0), weights, row))
 
+    # A run writes the totals of all rows to memory, or adds its own to those of an earlier run.
     def keep(weights: Any, row: int, stride: int, count: int, kept: int) -> None:
         for r in range(count):
             store(kept + VECTOR * r, products(weights, row + stride * r))
@@ -271,6 +272,7 @@ def _two_runs(kind: Kind) -> Any:
         else:
             keep(unpack(quants, 0), row, stride, count, kept)
             weights = unpack(quants, 1)
+        # The last run: complete the totals of each row, with those of the upper digits times 16, and add the terms.
         block_scales = scales_of(scales, factors, 0)
         offsets = offsets_of(scales, factors)
         for r in range(count):

@@ -39,14 +39,14 @@ def _tiles_permitted() -> bool:
     return bool(ctypes.CDLL(None, use_errno=True).syscall(158, 0x1023, 18) == 0)
 
 
-#: bf16 products on matrix tiles (AMX).
+#: Whether bf16 products run on matrix tiles (AMX).
 TILES = WIDTH == 16 and _tiles_permitted()
-#: bf16 products of pairs in vectors (AVX512-BF16).
+#: Whether bf16 products run in vectors, in pairs (AVX512-BF16).
 PAIRS = WIDTH == 16 and X86 and bool(_FEATURES.get("avx512bf16"))
-#: Instructions that sum four products of bytes (AVX512-VNNI, AVX-VNNI), and two (AVX2, AVX512-BW).
+#: Whether one instruction sums four products of bytes (AVX512-VNNI, AVX-VNNI), or two (AVX2, AVX512-BW).
 VNNI = X86 and (
     (WIDTH == 16 and bool(_FEATURES.get("avx512vnni"))) or (WIDTH == 8 and bool(_FEATURES.get("avxvnni")))
 )
 PAIRED_BYTES = X86 and not VNNI and (WIDTH == 8 or bool(_FEATURES.get("avx512bw")))
-#: An instruction that widens fp16 numbers (F16C).
+#: Whether one instruction widens fp16 numbers (F16C).
 HALVES = WIDTH == 16 or ARM or bool(_FEATURES.get("f16c"))

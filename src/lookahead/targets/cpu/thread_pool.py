@@ -17,7 +17,7 @@ in bf16, with 20 ms 25.4 and 12.8; plain steps took 22.9 and 11.5, and 21.1 and 
 2026-11-22).
 
 **Memory order.** All shared words are in one block of memory, ``CONTROL`` and a ``RANK`` for each thread. Plain loads
-and stores of different threads are not ordered. Three things must be:
+and stores of different threads are not ordered. Three orders are required:
 
 1. A job and its argument must be written before the job is seen. ``post`` writes them, then adds 1 to ``posted`` (a
    release), so a thread that reads the new number (an acquire) also reads the matching job. No thread still needs the
@@ -26,10 +26,10 @@ and stores of different threads are not ordered. Three things must be:
    acquire), and each thread waits until it reads the count of all (an acquire). An addition continues the release of
    the additions before it, so the last count releases what all threads wrote, plain stores to the buffers of a pass
    included.
-3. Going to sleep and waking must not cross. A helper sets ``asleep``, then reads ``posted`` once more; the poster
-   adds to ``posted``, then reads ``asleep``. If either pair could be reordered, the helper could miss the job and
-   the poster the sleeper. So these four accesses are sequentially consistent: whichever pair comes later sees the
-   other thread's word.
+3. A helper that goes to sleep must not miss a job. A helper sets ``asleep``, then reads ``posted`` once more; the
+   poster adds to ``posted``, then reads ``asleep``. If either pair could be reordered, the helper could miss the job
+   and the poster the sleeper. So these four accesses are sequentially consistent: whichever pair comes later sees
+   the other thread's word.
 
 ``take`` needs no order beyond its own word, because an item is a number, and what it refers to was written before the
 last barrier. ``restart`` is ordered by the barriers before and after it, between which no thread is in that stage.
@@ -232,8 +232,8 @@ class ThreadPool:
 
     Attributes:
         control: the pool's words, a record of ``CONTROL``.
-        ranks: those of its threads, (size,) of ``RANK``.
-        address: of the control block, for compiled code.
+        ranks: the words of its threads, (size,) of ``RANK``.
+        address: the address of the control block, for compiled code.
     """
 
     def __init__(self, size: int) -> None:

@@ -33,29 +33,32 @@ _rows: list[int] = []
 
 @operation(void(int64), _emit("ldtilecfg", 0))
 def configure_tiles(address: int) -> None:
-    """``address``: of the 64 bytes of ``formats.tile_config``."""
+    """Configure the tiles by the 64 bytes of ``formats.tile_config`` at ``address``."""
     _rows[:] = memory(address + 48, np.uint8, 8).tolist()
 
 
 @operation((void,), _emit("tilerelease", 0))
 def release_tiles() -> None:
+    """End the use of the tiles; their contents are lost."""
     _tiles.clear()
 
 
 @operation((void, CONSTANT), _emit("tilezero", 1))
 def zero_tile(tile: int) -> None:
+    """Set a tile of sums, (rows, 16) fp32, to zero."""
     _tiles[tile] = np.zeros((_rows[tile], 16), np.float32)
 
 
 @operation((void, CONSTANT, int64, int64), _emit("tileloadd64", 1))
 def load_tile(tile: int, address: int, stride: int) -> None:
-    """Load rows of 64 bytes, ``stride`` bytes apart."""
+    """Load up to 16 rows of 64 bytes, ``stride`` bytes apart, into a tile."""
     rows = [memory(address + stride * r, np.uint32, 16) for r in range(_rows[tile])]
     _tiles[tile] = np.stack(rows)
 
 
 @operation((void, CONSTANT, int64, int64), _emit("tilestored64", 1))
 def store_tile(tile: int, address: int, stride: int) -> None:
+    """Store a tile's rows of 64 bytes, ``stride`` bytes apart."""
     for r, row in enumerate(_tiles[tile]):
         memory(address + stride * r, row.dtype, 16)[:] = row
 

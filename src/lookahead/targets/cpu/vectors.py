@@ -98,16 +98,19 @@ def _constant(kind: Any, value: Any) -> Any:
 
 @operation(FLOATS(int64), lambda b, address: _load(b, address, FLOATS.vector))
 def load_floats(address: int) -> Any:
+    """16 fp32 numbers."""
     return memory(address, np.float32, LANES).copy()
 
 
 @operation(WORDS(int64), lambda b, address: _load(b, address, WORDS.vector))
 def load_words(address: int) -> Any:
+    """16 integers of 32 bits, or 64 bytes."""
     return memory(address, np.int32, LANES).copy()
 
 
 @operation(SHORTS(int64), lambda b, address: _load(b, address, SHORTS.vector))
 def load_shorts(address: int) -> Any:
+    """32 integers of 16 bits."""
     return memory(address, np.int16, 2 * LANES).copy()
 
 
@@ -155,7 +158,7 @@ def widen_fp16(builder: Any, bits: Any) -> Any:
     """fp16 to fp32; ``bits`` is a 16-bit integer or a vector of them.
 
     Without an instruction for this, exponent and fraction are shifted to their positions in fp32, and multiplying by
-    2^112 corrects the exponent's bias (127 instead of 15), also for subnormal numbers. Infinity and NaN become large
+    2^112 corrects the exponent's bias (127 instead of 15), even for subnormal numbers. Infinity and NaN become large
     numbers, but scales of weights are neither.
     """
     is_vector = isinstance(bits.type, ir.VectorType)
@@ -197,12 +200,13 @@ def broadcast_word(address: int) -> Any:
 
 @operation(void(int64, FLOATS), _store, void(int64, WORDS), void(int64, SHORTS))
 def store(address: int, vector: Any) -> None:
+    """Write the 64 bytes of FLOATS, WORDS or SHORTS."""
     memory(address, vector.dtype, len(vector))[:] = vector
 
 
 @operation(void(int64, WORDS), lambda b, address, words: _store(b, address, b.trunc(words, _BYTES)))
 def store_bytes(address: int, words: Any) -> None:
-    """The lowest byte of each word."""
+    """Write the lowest byte of each word, 16 bytes."""
     memory(address, np.uint8, LANES)[:] = words & 255
 
 
@@ -213,7 +217,7 @@ def store_bytes(address: int, words: Any) -> None:
     ),
 )
 def store_upper_halves(address: int, words: Any) -> None:
-    """The upper 16 bits of each word, which for fp32 numbers are a bf16 number."""
+    """Write the upper 16 bits of each word, which for fp32 numbers are a bf16 number, 32 bytes."""
     memory(address, np.uint16, LANES)[:] = words.view(np.uint32) >> 16
 
 
@@ -228,16 +232,19 @@ def floats(value: float) -> Any:
 
 @operation(WORDS(int32), _spread)
 def words(value: int) -> Any:
+    """An integer in each of the 16 words."""
     return np.full(LANES, value, np.int32)
 
 
 @operation(SHORTS(types.int16), lambda b, value: _spread(b, value, 2 * LANES))
 def shorts(value: int) -> Any:
+    """An integer in each of the 32 shorts."""
     return np.full(2 * LANES, value, np.int16)
 
 
 @operation(FLOATS(WORDS), lambda b, words: b.sitofp(words, FLOATS.vector))
 def to_floats(words: Any) -> Any:
+    """16 integers as fp32 numbers."""
     return words.astype(np.float32)
 
 
@@ -249,6 +256,7 @@ def to_words(x: Any) -> Any:
 
 @operation(WORDS(FLOATS), lambda b, x: b.bitcast(x, WORDS.vector))
 def bits_of(x: Any) -> Any:
+    """The bits of 16 fp32 numbers, as words."""
     return x.view(np.int32)
 
 
@@ -271,17 +279,19 @@ def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 @operation(FLOATS(FLOATS, FLOATS, FLOATS), _multiply_add)
 def multiply_add(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once if the processor can."""
+    """a * b + c, rounded once if the processor has fused multiply-add."""
     return (a.astype(np.float64) * b + c).astype(np.float32)
 
 
 @operation(FLOATS(FLOATS), _function_of_floats("fabs"))
 def absolute(x: Any) -> Any:
+    """The absolute values of 16 numbers."""
     return np.abs(x)
 
 
 @operation(FLOATS(FLOATS), _function_of_floats("floor"))
 def floor(x: Any) -> Any:
+    """16 numbers rounded down to integers."""
     return np.floor(x)
 
 
@@ -415,18 +425,19 @@ def _columns_of(vector: Vector) -> tuple[Any, ...]:
 
 @operation(_columns_of(FLOATS), _several(lambda b, address: _load(b, address, FLOATS.vector)))
 def load_columns(address: int, stride: int, count: int) -> Any:
-    """Several vectors, ``stride`` bytes apart."""
+    """``count`` vectors of fp32 numbers, ``stride`` bytes apart."""
     return tuple(load_floats(address + stride * n) for n in range(count))
 
 
 @operation(_columns_of(FLOATS), _several(_load_bf16))
 def load_columns_bf16(address: int, stride: int, count: int) -> Any:
+    """``count`` vectors of bf16 numbers, widened, ``stride`` bytes apart."""
     return tuple(load_bf16(address + stride * n) for n in range(count))
 
 
 @operation(_columns_of(WORDS), _several(lambda b, address: _load(b, address, WORDS.vector)))
 def load_column_pairs(address: int, stride: int, count: int) -> Any:
-    """Several vectors of pairs of bf16 numbers, a pair in each word."""
+    """``count`` vectors of pairs of bf16 numbers, a pair in each word, ``stride`` bytes apart."""
     return tuple(load_words(address + stride * n) for n in range(count))
 
 
@@ -435,6 +446,7 @@ def load_column_pairs(address: int, stride: int, count: int) -> Any:
     lambda b, rows, columns: _tuple_of(b, [ir.Constant(FLOATS.vector, None)] * (rows * columns)),
 )
 def zero_block(rows: int, columns: int) -> Any:
+    """A block of rows * columns vectors, all zero."""
     return tuple(np.zeros(LANES, np.float32) for _ in range(rows * columns))
 
 
@@ -454,7 +466,7 @@ def _load_block(builder: Any, address: Any, stride: Any, rows: int, columns: int
     _load_block,
 )
 def load_block(address: int, stride: int, rows: int, columns: int) -> Any:
-    """Rows of adjacent vectors; ``stride`` bytes from row to row."""
+    """A block from memory: each row is ``columns`` adjacent vectors, ``stride`` bytes after the row before it."""
     return tuple(
         load_floats(address + stride * r + 4 * LANES * c) for r in range(rows) for c in range(columns)
     )
@@ -467,6 +479,7 @@ def _store_block(builder: Any, address: Any, stride: Any, block: Any, columns: i
 
 @operation((void, int64, int64, types.UniTuple, CONSTANT), _store_block)
 def store_block(address: int, stride: int, block: Any, columns: int) -> None:
+    """Write a block, in the layout of ``load_block``."""
     for n, vector in enumerate(block):
         store(address + stride * (n // columns) + 4 * LANES * (n % columns), vector)
 
@@ -523,6 +536,7 @@ def add_outer(block: Any, columns: Any, factors: int, stride: int) -> Any:
 
 @operation(MASK(FLOATS), lambda b, x: b.fcmp_unordered("uno", x, x))
 def is_nan(x: Any) -> Any:
+    """The mask of 16 numbers that is true where they are NaN."""
     return np.isnan(x)
 
 
@@ -539,6 +553,7 @@ def _any_of(builder: Any, mask: Any) -> Any:
 
 @operation(types.boolean(MASK), _any_of)
 def any_of(mask: Any) -> bool:
+    """Whether any of a mask's 16 values is true."""
     return bool(mask.any())
 
 
