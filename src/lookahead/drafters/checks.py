@@ -9,7 +9,11 @@ from ..core import SettingsError
 
 
 def check_whole(settings: Any, name: str, low: int, high: int | None = None) -> None:
-    """Raise SettingsError unless a field is a whole number from ``low`` to ``high``."""
+    """Check that a field is a whole number of at least ``low`` and, unless it is None, at most ``high``.
+
+    Raises:
+        SettingsError: it is not.
+    """
     value = getattr(settings, name)
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high and value > high):
         limits = f"of at least {low}" if high is None else f"between {low} and {high}"
@@ -17,7 +21,11 @@ def check_whole(settings: Any, name: str, low: int, high: int | None = None) -> 
 
 
 def check_flag(settings: Any, name: str) -> None:
-    """Convert a field to bool. 0 and 1 are allowed, as in the POOL_FROM_PROMPT=1 of the authors' code."""
+    """Convert a field to bool. 0 and 1 are allowed, as in the POOL_FROM_PROMPT=1 of the authors' code.
+
+    Raises:
+        SettingsError: any other value.
+    """
     value = getattr(settings, name)
     if value not in (0, 1):
         raise SettingsError(f"{name} must be true or false, got {value!r}")

@@ -27,6 +27,9 @@ class NGramPool:
 
     Attributes:
         hits, misses: calls to ``get`` that did and did not return continuations.
+
+    Raises:
+        SettingsError: a value out of range.
     """
 
     def __init__(self, guess_set_size: int, max_keys: int | None = None) -> None:

@@ -55,7 +55,7 @@ def find_base_table(config: Any) -> Path | None:
 
 
 def base_table_of(config: Any, vocabulary: int) -> BaseTable | None:
-    """The first usable table of a model; None if there is none. Warns of those that cannot be used.
+    """The first usable table of a model; None if there is none. Warns about those that cannot be used.
 
     Args:
         vocabulary: V of the model; 0 if unknown.

@@ -32,8 +32,8 @@ class AdaptiveDraftState(DraftState):
     Args:
         settings: the drafter's settings.
         state: the state that sequences share, or None.
-        sequence: without a vocabulary, V is taken to be the largest token seen plus one, and different contexts may
-            then have the same key; without a cost curve, ``CostCurve.unmeasured`` is used.
+        sequence: without a vocabulary, V is assumed to be the largest token seen plus one, and different contexts
+            may then have the same key; without a cost curve, ``CostCurve.unmeasured`` is used.
 
     Raises:
         SettingsError: the state belongs to another model.
@@ -73,14 +73,14 @@ class AdaptiveDraftState(DraftState):
         self._head = sequence.head
         self._hidden: Any = None
 
-        # The present step.
-        #: The time of the head's calls for the present tree, in plain steps.
+        # The current step.
+        #: The time of the head's calls for the current tree, in plain steps.
         self._guessed = 0.0
         #: The costs and slopes by number of rows, and the (batch, context) that they are for.
         self._costs = np.ones(2)
         self._slopes = np.zeros(2)
         self._table_of = (-1, -1)
-        #: Whether a tree was grown for the present step.
+        #: Whether a tree was grown for the current step.
         self._grown = False
 
         # Statistics.
@@ -174,7 +174,7 @@ class AdaptiveDraftState(DraftState):
         return grower
 
     def _with_window(self, grower: Grower, rows: int, limit: int, max_depth: int) -> TokenTree:
-        """The tree of the likeliest ``rows`` nodes, with the window if its rows pay more than those it replaces."""
+        """The tree of the ``rows`` likeliest nodes, with the window if its rows gain more than those it replaces."""
         window = self._window
         wanted = 0
         kept = rows

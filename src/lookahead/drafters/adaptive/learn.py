@@ -1,7 +1,7 @@
 """Learning from a step: compare every proposal with the target's own tokens, and keep every row's logits.
 
 ``learn`` is called once per step for which a tree was grown. It updates, in this order, the calibration (which kinds
-of proposals were right), the target's token under each row, the logit cache, the answers for the next step, and the
+of proposals were correct), the target's token under each row, the logit cache, the answers for the next step, and the
 texts of the suffix tries.
 """
 

@@ -1,8 +1,8 @@
 """The base table: the likeliest next tokens after contexts of one, two and three tokens, learned before any request.
 
 It is read-only and mapped into memory, so all sequences and processes share one copy, and nothing is ever evicted.
-``lookahead.learning`` builds it from text that the model wrote by itself. The entry of a context lists the tokens
-with the largest probabilities, each the mean of the target's probabilities over all occurrences of the context.
+``lookahead.learning`` builds it from text that the model generated. The entry of a context lists the tokens with the
+largest probabilities, each the mean of the target's probabilities over all occurrences of the context.
 
 The contexts are the nodes of a trie, sorted by level and then by tokens. A node's children are adjacent:
 
@@ -281,6 +281,14 @@ def save_table(
     path: Path, trie: Trie, counts: dict[str, tuple[Any, Any]], vocabulary: int, model: str, learned: int
 ) -> None:
     """Write a table atomically: readers of an older file at this path keep reading the older one.
+
+    Args:
+        path: the file; its folder is created.
+        trie: the contexts and their entries.
+        counts: "greedy" and "sampled" -> (hits, trials) of the buckets of its proposals, from held-out text.
+        vocabulary: V.
+        model: the model's name, from ``base_files.table_name``.
+        learned: number of tokens of the text from which it was built.
 
     Raises:
         SettingsError: the table is larger than readers accept, the folder cannot be written, or its disk is full. An

@@ -265,5 +265,5 @@ class Reader:
         return True
 
 
-#: Stands for a source that is off.
+#: The text of a source that is not used; nothing matches in it.
 NO_TEXT = TextEnd(np.zeros(1, CONTEXT), new_slots(2), np.zeros(0, np.int32), 0, np.ones(1, np.int64))
