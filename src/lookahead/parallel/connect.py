@@ -147,7 +147,10 @@ def check_same_model(connections: Connections, target: Target, model: Any = None
     """Check that every rank has the same model on the same type of device. Arguments as in ``join``.
 
     Raises:
-        SettingsError: a rank differs. Raised on every rank; the message names the rank and the differences.
+        SettingsError: a rank differs, or the model is split over ranks. Raised on every rank; the message names the
+            rank and the differences.
+        SystemExit: with status 0, if rank 0 has called ``dismiss``.
+        LookaheadError: a rank ended before all of them had loaded the model.
     """
     model = model if model is not None else getattr(target, "model", None)
     _refuse_split_models(model)

@@ -131,7 +131,11 @@ def as_lists(top: tuple[Any, Any]) -> tuple[list[list[int]], list[list[float]]]:
 
 
 def serve(link: Link, make_target: Callable[[], Target]) -> None:
-    """Execute rank 0's messages until it sends "stop"."""
+    """Execute rank 0's messages until it sends "stop".
+
+    Raises:
+        RankError: a rank failed, as reported by rank 0, or rank 0 died or hangs.
+    """
     executors: dict[int, RankExecutor] = defaultdict(lambda: RankExecutor(make_target()))
     while (message := link.receive())["kind"] != "stop":
         if message["kind"] == "failed":

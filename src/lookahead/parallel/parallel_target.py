@@ -277,8 +277,8 @@ class ParallelTarget(Target):
     def _check_root(self, own: Scores, remote: RemoteScores, row: int, root: int, whole: bool) -> None:
         """Compare the root, which every rank evaluates. End the group if it differs by more than rounding.
 
-        If the argmaxes differ, and always with ``whole``, whole rows are compared, which tells a near tie from
-        damage.
+        If the argmaxes differ, and always with ``whole``, whole rows are compared, which distinguishes a near tie
+        from damage.
         """
         problem = ""
         a = best_or_nan(own, row)

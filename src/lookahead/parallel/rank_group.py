@@ -20,7 +20,7 @@ from .wire import Message, RankError
 
 #: Seconds to wait for each rank to receive the reason for the shutdown.
 SHUTDOWN_TIMEOUT = 5.0
-#: Compares two ranks' logits of one row, (V,) each. Returns what is wrong if they are too far apart, else "".
+#: Compares two ranks' logits of one row, (V,) each. Returns the difference as a phrase if it is too large, else "".
 Differ = Callable[[torch.Tensor, torch.Tensor], str]
 
 
@@ -59,7 +59,11 @@ class RankGroup:
         return sum(link.exchanged for link in self.connections.links.values())
 
     def register(self, target: object) -> int:
-        """A number for a new target in messages. The other ranks free their targets when it is garbage-collected."""
+        """A number for a new target in messages. The other ranks free their targets when it is garbage-collected.
+
+        Raises:
+            RankError: the group is closed.
+        """
         if self._closed.is_set():
             raise RankError(0, "this group is closed and its ranks have ended; join again")
         number = next(self._numbers)
@@ -67,7 +71,11 @@ class RankGroup:
         return number
 
     def send(self, rank: int, kind: str, **fields: Any) -> None:
-        """Send a message to one rank."""
+        """Send a message to one rank.
+
+        Raises:
+            RankError: the group has ended with an error, or a rank cannot be reached.
+        """
         if self.error is not None:
             raise self.error
         with self._failing_together():
@@ -78,12 +86,16 @@ class RankGroup:
             self.connections.links[rank].send(kind, **fields)
 
     def broadcast(self, kind: str, **fields: Any) -> None:
-        """Send a message to every other rank."""
+        """Send a message to every other rank. Raises RankError as ``send`` does."""
         for rank in self.connections.links:
             self.send(rank, kind, **fields)
 
     def receive(self, rank: int) -> Message:
-        """Receive a rank's answer."""
+        """Receive a rank's answer.
+
+        Raises:
+            RankError: the rank failed, died or hangs; the group ends with this error.
+        """
         with self._failing_together():
             answer = self.connections.links[rank].receive()
             if answer["kind"] == "failed":
@@ -91,7 +103,11 @@ class RankGroup:
         return answer
 
     def receive_row(self, rank: int, like: torch.Tensor) -> torch.Tensor:
-        """Receive a row of logits requested from a rank, with the shape, dtype and device of ``like``."""
+        """Receive a row of logits requested from a rank, with the shape, dtype and device of ``like``.
+
+        Raises:
+            RankError: the rank died or hangs; the group ends with this error.
+        """
         with self._failing_together():
             return self.connections.links[rank].receive_row(like)
 
@@ -155,10 +171,11 @@ def join(
         make_target: makes a fresh inner target on this rank's model.
         connections: from ``start``.
         model: the torch module behind the targets; None for their attribute ``model``.
-        differ: compares two ranks' logits of one token, (V,) each, and returns what is wrong, or "".
+        differ: compares two ranks' logits of one token, (V,) each; returns the difference as a phrase, or "".
 
     Raises:
         SettingsError: the ranks do not have the same model.
+        SystemExit: raised on the other ranks when the group has ended, or if rank 0 has nothing to decode.
         RankError: raised on the other ranks; it names the rank that died, hangs or failed.
     """
     check_same_model(connections, make_target(), model)
