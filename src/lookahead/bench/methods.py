@@ -174,7 +174,14 @@ def make_request(
     drafter: Drafter,
     options: RunOptions,
 ) -> Request:
-    """A request for the library's loop. When sampling, the drafter also gets the noise."""
+    """A request for the library's loop. When sampling, the drafter also gets the noise.
+
+    Args:
+        model: the model under test.
+        prompt: token ids.
+        drafter: the drafter with its settings.
+        options: the length, and the options of sampling.
+    """
     noise = process = None
     if options.temperature:
         device = getattr(model.model, "device", None)

@@ -73,7 +73,7 @@ def powers_of_two(axes: Any, values: Sequence[int]) -> None:
 
 
 def save(figure: Any, path: Path, caption: str = "") -> list[Path]:
-    """Write ``path``.png and ``path``.svg; the caption tells where the numbers were measured."""
+    """Write ``path``.png and ``path``.svg; the caption states where the numbers were measured."""
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -103,7 +103,7 @@ def checksum_of(record: Mapping[str, Any]) -> str:
 
 
 def origin_of(record: Mapping[str, Any]) -> dict[str, str]:
-    """What all records of one page must share, in words; "" where a record does not have it."""
+    """The properties that all records of one page must share, by name; "" where a record does not have one."""
     host = record.get("machine", {})
     processor = host.get("gpu") or host.get("processor", "")
     return {

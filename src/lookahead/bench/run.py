@@ -44,7 +44,7 @@ def run(
         prompts: prompts of a workload, strings, or token ids.
         model: the model under test; None for the default model.
         options: how to decode.
-        records: where finished records are read and new ones are written as they are made.
+        records: the folder from which finished records are read, and to which each new one is written immediately.
         progress: called before every record.
         make: makes the methods for a name.
 
@@ -58,7 +58,7 @@ def run(
     measured: list[Method] = []
     for method in dict.fromkeys([PLAIN, *methods]):
         measured += [method] if isinstance(method, Method) else make(method, model, options.warm)
-    # What every record contains, and what is already measured.
+    # The fields that all records share, and the records of earlier runs.
     workload = [_as_prompt(number, prompt) for number, prompt in enumerate(prompts)]
     common = _common_fields(model, options)
     known = records.read() if records else []
@@ -89,7 +89,7 @@ def run(
         key = key_of(common, asdict(prompt), turn, name, repeat, earlier if method.state == "warm" else None)
         fits = tokens and len(tokens) + options.max_new_tokens <= model.max_positions
         record: Record | None = finished.get(key)
-        # Otherwise measure it, or note that the prompt does not fit.
+        # Otherwise measure it, or record that the prompt does not fit.
         if record is None:
             if fits and not warmed_up:
                 for each in measured:
@@ -138,7 +138,7 @@ def _common_fields(model: ModelUnderTest, options: RunOptions) -> Record:
 
 
 def _identifying_fields(key: str, repeat: int, prompt: Prompt, turn: int, method: Method) -> Record:
-    """The fields that say what a record measures, and when."""
+    """The fields identifying what a record measures, and when."""
     return {
         "schema": 1,
         "key": key,
@@ -188,7 +188,7 @@ def _figures(
     options: RunOptions,
     reference: list[int] | None,
 ) -> Record:
-    """What one completion cost. ``reference`` is plain decoding's completion; None if this is plain decoding."""
+    """The cost of one completion. ``reference`` is plain decoding's completion; None if this is plain decoding."""
     tokens, stats, tokenizer = outcome.tokens, outcome.stats, model.tokenizer
     record = {
         "new_tokens": len(tokens),

@@ -140,7 +140,7 @@ def read_prompts(
 
     Args:
         prompt_of: called with (workload, row, row number from 0).
-        fields: what a row must have, for errors.
+        fields: the required fields of a row, for error messages.
 
     Raises:
         SettingsError: a row cannot be read; the message has its file and line.

@@ -108,7 +108,7 @@ class Blueprint:
             feed-forward.
         position_embedding: (positions, hidden) or None.
         head_factor, head_cap: the logits are multiplied by the factor, then capped; 0 for no cap.
-        rotary_size: R, how many numbers of a head rotate.
+        rotary_size: R, the number of elements of a head that rotate.
         angles: (positions) -> cosine and sine of positions 0 .. positions - 1, (tables, positions, R / 2, 2) fp32.
     """
 

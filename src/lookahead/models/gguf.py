@@ -253,7 +253,7 @@ class _Reader:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        """Consecutive strings. A tokenizer has more than 100,000, so this loop calls no methods of its own."""
+        """Consecutive strings. A tokenizer has more than 100,000, so this loop calls no method of this class."""
         data, at, size = self.data, self.at, self.size
         length_at = struct.Struct("<Q").unpack_from
         texts = []

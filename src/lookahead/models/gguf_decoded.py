@@ -27,7 +27,7 @@ def missing_packages() -> list[str]:
 
 
 class GGUFCheckpoint:
-    """A GGUF file that holds a whole model.
+    """A GGUF file that contains a complete model.
 
     Args:
         path: the file.

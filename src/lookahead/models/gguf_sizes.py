@@ -73,7 +73,7 @@ def contradiction(file: GGUFFile, what: str) -> SettingsError:
     """The error of a file whose header contradicts itself.
 
     Args:
-        what: what must hold and what was given.
+        what: the requirement, and the value found.
     """
     return SettingsError(f"the header of {file.path} is wrong: {what}; download or convert the file again")
 
@@ -101,6 +101,7 @@ class Metadata:
 
         Raises:
             Unsupported: the array has different numbers.
+            SettingsError: the number is missing, or is not finite.
         """
         value = self.get(key, default)
         if isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iuf":
@@ -117,7 +118,11 @@ class Metadata:
         return value
 
     def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number by its key, at least ``least``."""
+        """A whole number by its key, at least ``least``.
+
+        Raises:
+            Unsupported, SettingsError: as in ``number``, or the number is fractional or too small.
+        """
         value = self.number(key, default)
         if value < least or value != int(value):
             raise contradiction(
@@ -138,7 +143,7 @@ class Sizes:
 
     Attributes:
         vocabulary, hidden, inner, heads, key_heads, head_size, layer_count: as in ``blueprint.Blueprint``.
-        rotary_size: R, how many numbers of a head rotate.
+        rotary_size: R, the number of elements of a head that rotate.
         max_positions: positions that the model was trained for.
     """
 

@@ -90,7 +90,7 @@ class HeadWeights:
         gate, up: fp32 (width, 2 * hidden).
         down: fp32 (hidden, width).
         scale: factor of the logits; a substitute for the model's own scaling.
-        levels: how many levels it was trained for.
+        levels: the number of levels that it was trained for.
         counts: "greedy" and "sampled" -> (hits, trials) of its guesses, each fp32 (levels, kinds).
         about: what the training reports, for display.
         bits: 4 or 8; matrices are stored, and multiplied by the compiled head, with this many bits.

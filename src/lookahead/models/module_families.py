@@ -34,12 +34,13 @@ def _window(config: Any, layer: int) -> int:
 
 
 def _one_window(config: Any, layer: int) -> int:
-    """The window of every layer, in classes that use one mask for all layers, whatever types the config lists."""
+    """The window of every layer, in classes that use one mask for all layers, regardless of the layer types in the
+    config."""
     return getattr(config, "sliding_window", None) or 0
 
 
 def _no_window(config: Any, layer: int) -> int:
-    """No window, in classes that have none, whatever ``sliding_window`` the config has."""
+    """No window, in classes that have none, regardless of the config's ``sliding_window``."""
     return 0
 
 
@@ -198,8 +199,12 @@ def spec_of(model: nn.Module, facts: ModelFacts) -> Spec:
 
 
 def plain(module: nn.Module, path: str, kinds: tuple[type[nn.Module], ...]) -> Any:
-    """The part at a path. Its type must be exactly one of ``kinds``, because subclasses may compute something
-    else."""
+    """The part at a path. Its type must be exactly one of ``kinds``, because subclasses may compute something else.
+
+    Raises:
+        Unsupported: it has another type.
+        AttributeError: there is no such part.
+    """
     part = module.get_submodule(path)
     if type(part) not in kinds:
         name = f"{type(part).__module__}.{type(part).__name__}"
@@ -208,7 +213,11 @@ def plain(module: nn.Module, path: str, kinds: tuple[type[nn.Module], ...]) -> A
 
 
 def embedding_of(model: nn.Module, path: str) -> tuple[torch.Tensor, float]:
-    """Weight (V, hidden) of an embedding, and the scale factor of a family's own class (Gemma)."""
+    """Weight (V, hidden) of an embedding, and the scale factor of a family's own class (Gemma).
+
+    Raises:
+        Unsupported, AttributeError: as in ``plain``.
+    """
     part: Any = model.get_submodule(path)
     known = isinstance(part, nn.Embedding) and type(part).__module__ == type(model).__module__
     weight = plain(model, path, (type(part) if known else nn.Embedding,)).weight.detach()
@@ -217,7 +226,11 @@ def embedding_of(model: nn.Module, path: str) -> tuple[torch.Tensor, float]:
 
 
 def linear_of(module: nn.Module, path: str) -> Linear:
-    """Weight (out, in) and bias of a linear; zeros without a bias."""
+    """Weight (out, in) and bias of a linear; zeros without a bias.
+
+    Raises:
+        Unsupported, AttributeError: as in ``plain``.
+    """
     from transformers.pytorch_utils import Conv1D
 
     linear = plain(module, path, (nn.Linear, Conv1D))

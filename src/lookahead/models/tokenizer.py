@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 #: Types of tokens in ``tokenizer.ggml.token_type``.
 CONTROL, USER_DEFINED = 3, 4
-#: Tokens that end a turn in chat templates. Many files name only the end of the text, so llama.cpp also finds them by
-#: their text.
+#: Tokens that end a turn in chat templates. Many files declare only the end-of-text token, so llama.cpp also finds
+#: these by their text.
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
 
 # Regular expressions that split text into pieces. A merge never crosses a piece boundary.
@@ -55,9 +55,10 @@ PIECES = {
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
 }
-#: Vocabularies of Llama 3, whose texts begin with the beginning-of-sequence token even if the file does not say so.
+#: Vocabularies of Llama 3, whose texts begin with the beginning-of-sequence token even if the file does not request
+#: it.
 WITH_BOS = ("llama3", "llama-v3", "llama-bpe")
-#: Vocabularies whose tokens are used whole where a piece equals one, whatever the merges.
+#: Vocabularies in which a piece that equals a token becomes this token, regardless of the merges.
 IGNORE_MERGES = (*WITH_BOS, "falcon3")
 #: Vocabularies in which every digit is a separate piece, as in llama.cpp and in the models' own tokenizer.json.
 #: transformers does not do this, so results differ for spaces before a digit.
@@ -108,7 +109,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
 
 
 def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a completion: those that the file names, and those that end a turn in its chat template."""
+    """The tokens that end a completion: those that the file declares, and those that end a turn in its template."""
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     listed = np.asarray(metadata.get("tokenizer.ggml.eos_token_ids", ())).ravel().tolist()
     # Some files write -1 as an unsigned number for a missing token.

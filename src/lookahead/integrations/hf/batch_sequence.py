@@ -184,7 +184,7 @@ def _own_copy(used: Any) -> Any:
     shared = {id(x): x for x in parts if isinstance(x, (torch.nn.Module, PreTrainedTokenizerBase))}
     try:
         return copy.deepcopy(used, shared)
-    except Exception as error:  # whatever the class raises
+    except Exception as error:  # a class may raise anything
         raise SettingsError(
             f"for several sequences, {type(used).__name__} must allow copy.deepcopy, because each sequence needs its "
             f"own, but it raised {error!r:.80}; pass one sequence"

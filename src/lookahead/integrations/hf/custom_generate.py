@@ -58,6 +58,8 @@ def generate(
         model: any decoder-only transformers model.
         input_ids: prompts, shape (B, L), left-padded.
         logits_processor, stopping_criteria, generation_config: as prepared by transformers.
+        synced_gpus: must be False. transformers sets it under FSDP and DeepSpeed ZeRO-3, where every process must
+            run the same number of passes.
         streamer: given to ``model.generate`` or bound with ``functools.partial``; one sequence only.
         drafter: how to draft: a ``Drafter`` such as ``lookahead.Lookahead(15, 5, 15)``, or anything that
             ``lookahead.as_drafter`` accepts; by default ``Adaptive()``.

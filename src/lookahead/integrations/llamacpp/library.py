@@ -31,7 +31,7 @@ RECURRENT_SEQUENCES = 16
 #: Rows per call, and rows that llama.cpp evaluates together (its defaults).
 BATCH_ROWS, TOGETHER = 2048, 512
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-#: Types of cached keys and values -> their numbers in ggml.
+#: ggml's types, in lower case -> their numbers. ``options.KV_TYPES`` lists those allowed for cached keys and values.
 CACHE_TYPES = {name.lower(): number for number, (name, *_) in BLOCK_TYPES.items()}
 #: The default type of cached keys and values.
 KV_TYPE = "f16"
@@ -265,7 +265,11 @@ class Context:
         return self._run(size, sum(wanted))
 
     def decode_one(self, token: int, position: int, sequence: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """``decode`` for a single row, in a fifth of the time. Every step of plain decoding calls it."""
+        """``decode`` for a single row, in a fifth of the time. Every step of plain decoding calls it.
+
+        Raises:
+            OutOfMemory, EngineFailed: as in ``decode``.
+        """
         self._tokens[0], self._positions[0], self._ids[0] = token, position, sequence
         self._counts[0] = self._wanted[0] = 1
         self._pointers[0] = self._ids.ctypes.data
@@ -320,7 +324,11 @@ class Context:
         return data
 
     def write(self, sequence: int, data: ctypes.Array[ctypes.c_uint8]) -> None:
-        """Give a sequence the keys and values that ``read`` returned."""
+        """Set the keys and values of a sequence to those that ``read`` returned.
+
+        Raises:
+            EngineFailed: they do not fit in this context.
+        """
         _errors.clear()
         if not self._library.llama_state_seq_set_data(self.pointer, data, len(data), sequence):
             raise EngineFailed(f"llama.cpp could not move a sequence to more memory: {_logged()}")
