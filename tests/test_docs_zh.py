@@ -18,7 +18,7 @@ TRANSLATED = [
 ]
 GLOSSARY = DOCS / "zh" / "glossary.md"  # in both languages
 CHINESE = [*sorted((DOCS / "zh").rglob("*.md")), ROOT / "README.zh.md"]
-HAN, FULL = "\u4e00-\u9fff", "，。；：、！？（）“”"
+FULL = "，。；：、！？（）“”"
 FENCED = re.compile(r"^(`{3,}).*?^\1$", re.S | re.M)
 INDENTED = re.compile(r"(?:(?<=\n\n) {4}\S.*\n)(?: {4}.*\n)*")
 SPAN = re.compile(r"`[^`\n]+`")
@@ -106,21 +106,11 @@ def test_every_chinese_page_has_an_english_one():
 
 
 @pytest.mark.parametrize("page", CHINESE, ids=name_of)
-def test_chinese_typography(page):
-    """Full-width marks, Chinese-Latin spacing, emphasis that CommonMark closes, one-line paragraphs."""
-    prose = re.sub(r"<!-- measured.*?<!-- end -->|<!--.*?-->", "", prose_of(page), flags=re.S)
-    shown = re.sub(r"!?\[([^\[\]]*)\]\([^)\s]*\)", r"\1", SPAN.sub("x", prose))
+def test_chinese_emphasis_renders(page):
+    """CommonMark does not close bold text that ends with a full-width mark before a word, and shows the asterisks."""
+    shown = re.sub(r"!?\[([^\[\]]*)\]\([^)\s]*\)", r"\1", SPAN.sub("x", prose_of(page)))
     for bold, after in re.findall(r"\*\*(.+?)\*\*(.?)", shown):
         assert bold[-1] not in FULL or not re.match(r"\w", after), f"**{bold}** ends with a mark"
-    shown = re.sub(r"(?<![\s\d])\*|\*(?=\S)", "", shown)
-    wrong = (
-        rf"[{HAN}][A-Za-z0-9]|[A-Za-z0-9%][{HAN}]"  # no space
-        rf"|[{HAN}][,;:!?()]|[,;:!?()][{HAN}]"  # half-width
-        rf"|\S[{FULL}] (?!\|)|(?<![|\-.]) [{FULL}]"  # a space by a full-width mark
-        rf"|[{HAN}{FULL}]\n[{HAN}A-Za-z]"  # a line break renders as a space
-    )
-    if page != GLOSSARY:
-        assert not [shown[max(0, m.start() - 15) : m.end() + 15] for m in re.finditer(wrong, shown)]
 
 
 def test_the_glossary_has_every_word_of_the_lesson():
