@@ -305,6 +305,7 @@ def _default() -> Path:
 
 def _locate(path_or_id: str | os.PathLike[str]) -> Path | None:
     """A directory of safetensors, or a GGUF file; None for a hub id."""
+    # Only a missing path may be a hub id.
     text = os.fspath(path_or_id)
     path = Path(text).expanduser()
     try:
@@ -318,6 +319,7 @@ def _locate(path_or_id: str | os.PathLike[str]) -> Path | None:
         ) from None
     if text == TINY and not path.exists():
         return BUNDLED
+    # A directory of safetensors, or one with a single GGUF file.
     if text and path.is_dir():
         files = sorted(path.glob("*.gguf"))
         if not files or (path / "config.json").is_file():
@@ -334,6 +336,7 @@ def _locate(path_or_id: str | os.PathLike[str]) -> Path | None:
         raise SettingsError(
             f"a model must be a directory or a .gguf file, got the file {text!r}; give its directory"
         )
+    # A missing file gets the message about paths, not the hub's.
     looks_like_path = text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text
     if isinstance(path_or_id, os.PathLike) or looks_like_path or not text or text.endswith(".gguf"):
         raise SettingsError(
@@ -374,6 +377,7 @@ def _check_folder(path: Path) -> None:
             f"a model directory must contain config.json and *.safetensors; {path} has no config.json"
         )
     _read_json(path / "config.json", "config.json must be JSON")
+    # The files of the weights, whose headers reveal whether they are complete.
     index = path / "model.safetensors.index.json"
     shards = _shards(index) if index.is_file() else sorted(path.glob("*.safetensors"))
     if not shards:

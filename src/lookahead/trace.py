@@ -60,6 +60,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
             raise SettingsError(
                 f"a trace has one sequence, got steps of another; {self._file.path} has the first"
             )
+        # The step, if it emitted tokens.
         if update.tokens:
             record: dict[str, Any] = {"tokens": update.tokens}
             shown = set(update.tokens)
@@ -77,6 +78,7 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
             self._file.write(
                 {"step": self._steps} | record | {name: v for name, v in details.items() if v} | texts
             )
+        # The last line.
         if update.result is not None:
             error = update.result.error
             self._file.write(

@@ -120,6 +120,7 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
     """
     if not records:
         return Figures()
+    # The rate of each repeat.
     steps = sum(record["steps"] for record in records) or NAN
     repeats = defaultdict(list)
     for record in records:
@@ -220,6 +221,7 @@ def _failure(records: Sequence[Record]) -> str:
 
 def summarise(records: Iterable[Record]) -> Summary:
     """Summarise the records of one setup, by workload, method and state, each in the order of first appearance."""
+    # Leave out prompts that do not fit, but keep a line for a method that failed.
     records = list(records)
     measured = [record for record in records if "skipped" not in record]
     too_long = [record for record in records if "skipped" in record and not record.get("failed")]
@@ -233,6 +235,7 @@ def summarise(records: Iterable[Record]) -> Summary:
         Line(*names, figures([r for r in group if "skipped" not in r], plain), failed=_failure(group))
         for names, group in groups.items()
     ]
+    # Rates relative to transformers' greedy generate.
     theirs = {line.workload: line.all.rate for line in lines if line.method == "hf-greedy"}
     for line in lines:
         line.over_hf = line.all.rate / theirs.get(line.workload, NAN)

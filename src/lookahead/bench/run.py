@@ -208,6 +208,7 @@ def _figures(
         "tokens": tokens,
         "text": tokenizer.decode(tokens, skip_special_tokens=True) if tokenizer is not None else "",
     }
+    # Compare with plain decoding, token by token, if the method must give the same completion.
     comparable = method.comparable(options)
     plain = tokens if reference is None else reference
     divergence = first_divergence(tokens, plain) if comparable else None

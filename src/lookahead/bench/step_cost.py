@@ -36,6 +36,7 @@ def measure(
         rows: numbers of rows of a step, k.
         progress: called with (points measured, total points, the point measured last).
     """
+    # Choose the points that fit into the model's positions.
     target = model.target
     common = {"model": model.name, "dtype": model.dtype, "path": target.path} | environment()
     target.prefill([(0, [0])])
@@ -48,6 +49,7 @@ def measure(
         fitting = [k for k in counts if t + k <= model.max_positions]
         if t < positions - positions_needed(target, fitting, REPEATS):
             points += [(t, k) for k in fitting]
+    # Measure them, context by context.
     records: list[Record] = []
 
     def keep(batch: int, context: int, k: int, seconds: float) -> None:
@@ -68,6 +70,7 @@ def write_report(records: Sequence[Record], out: Path, command: str, draw: bool 
     Args:
         draw: whether to draw the plot, which needs matplotlib.
     """
+    # The records, and a table with each time relative to that of the fewest rows.
     out.mkdir(parents=True, exist_ok=True)
     with RecordWriter(out / "step-cost.jsonl") as writer:
         for record in records:
@@ -80,6 +83,7 @@ def write_report(records: Sequence[Record], out: Path, command: str, draw: bool 
         for (dtype, context), xs in lines.items()
         for x in xs
     ]
+    # The plot, with a line for each dtype and context.
     where = describe(records[0])
     if draw:
         plot, axes = new_figure()

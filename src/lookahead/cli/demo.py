@@ -51,6 +51,7 @@ def demo(
     load: LoadOptions,
 ) -> None:
     """Show the speed-up: completions with one colour per step, and speeds alongside plain decoding."""
+    # Read the prompts before the model is loaded.
     folder = prompts or PROMPTS
     files = sorted(path for path in folder.glob("[!.]*") if path.is_file())
     if not files:
@@ -59,12 +60,14 @@ def demo(
     empty = [path.name for path, text in texts.items() if not text.strip()]
     if empty:
         raise SettingsError(f"the text files of --prompts must not be empty, but {empty[0]} is")
+    # Load, compile and measure the cost curve before anything is timed.
     note("loading the model")
     start = perf_counter()
     llm = load_model(load)
-    for drafter in (None, Plain()):  # compile, and measure the cost curve, before anything is timed
+    for drafter in (None, Plain()):
         llm.generate(list(range(5, 37)), max_new_tokens=16, ignore_eos=True, drafter=drafter)
     note(f"{llm.name} in {llm.dtype}: ready after {perf_counter() - start:.1f} s")
+    # Stream each completion once, then time it with both drafters.
     rows = []
     equal = []
     for path, text in texts.items():
@@ -81,6 +84,7 @@ def demo(
                 plain.append(print_text(run(drafter=Plain()), color, nowhere))
         equal.append(all(result.tokens == ours[0].tokens for result in ours + plain))
         rows.append((path.stem, max(ours, key=_speed), max(plain, key=_speed)))
+    # The table, and the commands to try next.
     _print_table(llm, rows, equal)
     program = "lookahead" if which("lookahead") else f"{os.path.relpath(sys.executable)} -m lookahead"
     note(
@@ -109,6 +113,7 @@ def _print_table(llm: LLM, rows: Sequence[tuple[str, Result, Result]], equal: Se
         table.add_row(name, *cells, "yes" if same else "no")
     console = Console(highlight=False)
     console.print(table)
+    # The conditions of the measurement.
     from ..bench.record import describe, environment, was_busy
 
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None

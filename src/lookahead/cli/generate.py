@@ -108,6 +108,7 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
     if task.compare:  # so that neither measurement includes one-off work
         for drafter in (None, Plain()):
             llm.generate(prompt, max_new_tokens=8, drafter=drafter)
+    # The completion.
     updates = recorded(llm.run([prompt], **options), task.trace, llm)
     if task.json:
         *_, last = updates
@@ -115,6 +116,7 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
         result = last.result.checked()
     else:
         result = print_text(updates, task.color)
+    # The same completion by plain decoding, with the seed that was drawn.
     comparison = None
     if task.compare:
         again = comparing.plainly(result.seed, options)
@@ -124,6 +126,7 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
             with open(os.devnull, "w", encoding="utf-8") as nowhere:
                 plain = print_text(llm.run([prompt], **again), task.color, nowhere)
         comparison = comparing.compare(llm, result, plain)
+    # The report: a record on stdout, or a line on stderr.
     if task.json:
         record = {"prompt": prompt} | as_record(result) | {"stats": result.stats.as_dict()}
         if comparison is not None:

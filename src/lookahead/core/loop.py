@@ -199,6 +199,7 @@ class Engine:
         # Passes over prompts and over trees alternate.
         trees = not self._prefilling or (self._turn_of_trees and bool(self._decoding))
         self._turn_of_trees = not trees
+        # The pass. It ends sequences one by one, or all of them if it fails as a whole.
         running = [*self._decoding, *self._prefilling]
         self._in_step = True  # from here on, an interrupt leaves the target in an unknown state
         steps: dict[Sequence, Step] = {}

@@ -192,6 +192,7 @@ class _Reader:
                 if big
                 else f"its version must be 2 or 3, got {version}"
             )
+        # The metadata.
         tensor_count, entry_count = self.number("<Q"), self.number("<Q")
         self.check_count(entry_count, SMALLEST_ENTRY, "metadata entries")
         self.check_count(tensor_count, SMALLEST_TENSOR, "tensors")

@@ -88,6 +88,7 @@ def start(timeout: float = TIMEOUT, device: str | torch.device | None = None) ->
         raise SettingsError(f"the timeout must be a positive number of seconds, got {timeout}")
     if not dist.is_available() or not dist.is_gloo_available():
         raise SettingsError("this build of torch has no torch.distributed with gloo; install one that has")
+    # The group of all ranks, unless the caller has initialized it.
     span = timedelta(seconds=timeout)
     owns = not dist.is_initialized()
     if owns:
@@ -99,6 +100,7 @@ def start(timeout: float = TIMEOUT, device: str | torch.device | None = None) ->
         except (RuntimeError, ValueError) as error:
             what = f"the {os.environ['WORLD_SIZE']} ranks did not all appear within {timeout:g} s"
             raise LookaheadError(f"{what}: {first_line(error)}") from error
+    # The backend for rows of logits: nccl if every rank has its own GPU.
     rank = dist.get_rank()
     size = dist.get_world_size()
     own_device = torch.device(local_device(device))
@@ -106,6 +108,7 @@ def start(timeout: float = TIMEOUT, device: str | torch.device | None = None) ->
         torch.cuda.set_device(own_device)  # nccl uses the current device
     backend = _choose_backend(_gather(_device_id(own_device)))
     rows = dist.new_group(backend="nccl", timeout=span) if backend == "nccl" else None
+    # A link between rank 0 and every other rank. All ranks must create all groups, in the same order.
     links = {}
     for other in range(1, size):
         pair = dist.new_group([0, other], backend="gloo", timeout=span)

@@ -170,6 +170,7 @@ class ParallelTarget(Target):
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         with self.rank_group.lock:
+            # Divide every tree, and send each rank its shards.
             ranks = range(self.rank_group.connections.size)
             shards = [
                 shard(tree, len(ranks), [missing[slot] for missing in self._missing]) for slot, tree in trees
@@ -179,6 +180,7 @@ class ParallelTarget(Target):
             for rank in ranks[1:]:
                 packed = [(slot, part.tokens, part.parents, part.needs_logits) for slot, part in parts[rank]]
                 self.rank_group.send(rank, "forward", target=self.number, trees=packed)
+            # Evaluate, and compare whole rows of logits from time to time.
             whole = self.steps % CHECK_EVERY == 0
             self.steps += 1
             slots = [slot for slot, _ in trees]
@@ -236,6 +238,8 @@ class ParallelTarget(Target):
         Returns:
             for each rank and sequence, the pass, and the number of missing rows before the shard.
         """
+        # Evaluate rank 0's part while the other ranks evaluate theirs. If memory runs out here, their answers must
+        # still be received.
         for scores in chain.from_iterable(self._remote):
             scores.expired = True
         own: Sequence[Scores] = []
@@ -247,6 +251,7 @@ class ParallelTarget(Target):
         except BaseException as error:
             self.rank_group.fail(RankError(0, f"rank 0 failed: {summary(error)}"))
             raise
+        # All ranks must have the same tokens.
         answers = {rank: self.rank_group.receive(rank) for rank in self.rank_group.connections.links}
         for rank, answer in answers.items():
             if answer["kind"] == "no_memory":
@@ -259,6 +264,7 @@ class ParallelTarget(Target):
                 )
         if problem is not None:
             raise problem
+        # Their passes, whose logits are fetched on request, and the comparison of the roots.
         above = [[len(self.executor.missing[slot]) for slot in slots]]
         self._remote = []
         for (rank, answer), rows in zip(answers.items(), sizes[1:], strict=True):

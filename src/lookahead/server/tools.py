@@ -73,6 +73,7 @@ def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:
         SettingsError: the required tool is not among ``tools``, there are no tools, or a tool is strict although no
             call is required.
     """
+    # If no call is required, no schema is enforced, so no tool may be strict.
     choice = request.tool_choice
     strict = [tool.function.name for tool in request.tools or [] if tool.function.strict]
     if choice in (None, "none", "auto"):
@@ -82,6 +83,7 @@ def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:
                 'required; omit strict, or set tool_choice to "required" or to the function'
             )
         return None
+    # The functions of which one must be called.
     functions = {tool.function.name: tool.function for tool in request.tools or []}
     if isinstance(choice, NamedTool):
         if choice.function.name not in functions:
@@ -92,6 +94,7 @@ def demanded(request: ChatRequest) -> tuple[dict[str, Any], str] | None:
         functions = {choice.function.name: functions[choice.function.name]}
     if not functions:
         raise SettingsError("tool_choice: a tool must be called, but tools is empty")
+    # A schema for each call. Several are joined by anyOf, so references within the schemas must be adjusted.
     calls = []
     for number, (name, function) in enumerate(functions.items()):
         place = f"/anyOf/{number}" if len(functions) > 1 else ""

@@ -135,6 +135,7 @@ class BatchRowsTarget(PlainTarget):
             except OutOfMemory:  # some layers may have processed the tokens; the step will be retried
                 self._caches[slot] = before
                 raise
+        # Each batch row: the pending tokens, then a path, padded to the longest.
         pending = self._pending[slot]
         width = len(max(paths, key=len))
         padded = [path + path[-1:] * (width - len(path)) for path in paths]
@@ -145,6 +146,7 @@ class BatchRowsTarget(PlainTarget):
             [[*pending, *(tree.tokens[node] for node in path)] for path in padded], device=device
         )
         positions = torch.arange(length, length + ids.shape[1], device=device).expand_as(ids)
+        # Evaluate on copies of the state, and select the logits of each node from one of its rows.
         named = {"logits_to_keep": width} if self.facts.accepts_logits_to_keep else {}
         with (
             memory_errors(f"a step of {len(paths)} x {ids.shape[1]} tokens"),
@@ -226,6 +228,7 @@ class StepTrial(Trial):
         passes = super().reference(model, in_two_passes)
         if in_two_passes:
             return passes
+        # Evaluate a prompt in one pass, and every later token from a copy of the state before it.
         facts = PassFacts(model)
         device = model.device
         caches: dict[tuple[int, ...], Any] = {(): DynamicCache(config=facts.config)}
@@ -243,6 +246,7 @@ class StepTrial(Trial):
             median = torch.inf
             why = summary(error)
         else:
+            # If steps differ from causal passes by more than rounding, the state is not in the cache.
             steps = torch.stack([rows[text] for text in texts])
             median = float(distance(steps, passes).median())
             why = f"their distance from causal passes is {median:.2g}"

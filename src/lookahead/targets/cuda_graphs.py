@@ -326,6 +326,7 @@ def captured_attention(
 def _check_captures(
     model: PreTrainedModel, facts: ModelFacts, backend: str
 ) -> tuple[TreeAttention | None, str]:
+    # Whether the model can be captured and accepts the attention.
     name = type(model).__name__
     if why := uncapturable(model, facts):
         return None, why
@@ -333,6 +334,7 @@ def _check_captures(
         attention = TreeAttention(model, get(backend, model.device))
     except SettingsError as error:
         return None, str(error)
+    # Whether a pass reads values on the host, and whether replays give the model's own logits.
     try:
         if reads := host_reads(CudaGraphTarget(model, facts, attention)):
             return None, f"{name} reads values on the host in its pass ({reads[0]})"

@@ -287,11 +287,13 @@ def compare(
     half = model.dtype in HALF_DTYPES and not widened
     limit = MAX_ROW_FACTOR if half else kind.tolerance
     for number in range(len(PROMPT_LENGTHS)):
+        # The reference, computed once per model and trial.
         trial = kind(facts, number, model.device.type)
         name = f"{kind.name} {number}{' widened' if widened else ''}"
         with mask_compatible_attention(model):
             reference, own_errors, noise = remember(model, name, partial(_reference, model, trial, half))
         unit = torch.maximum(own_errors, own_errors.median())  # a row may be accurate by chance
+        # The errors of the path's rows, and of the negative control.
         logits, control_logits = trial.run(make_target())
         absolute = distance(logits, reference)
         errors = absolute / unit
@@ -300,10 +302,12 @@ def compare(
         geometric_mean = (absolute / own_errors).clamp(min=0.1).log().mean().exp()
         difference = float(errors.max())
         mean = float(max(root_mean_square, geometric_mean))
+        # The criteria; the means apply only in 16 bits.
         stands_out = control >= CONTROL_MARGIN * difference
         ok = difference <= limit and stands_out and (mean <= MAX_MEAN_FACTOR or not half)
         if ok:
             break
+    # The figures of the last trial, as a phrase.
     reason = f"difference {difference:.2g}, {limit:g} allowed"
     if half:
         dtype = str(model.dtype).removeprefix("torch.")

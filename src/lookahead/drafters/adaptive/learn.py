@@ -87,12 +87,14 @@ def _judge(memory: Memory, length: int) -> int:
         proposals = memory.tree.proposals[node]
         if row.asked == 0:
             ask(memory, node)
+        # The joint buckets, and those of the light head.
         right = index_of(proposals, row.proposals, truth)
         for index in range(row.proposals):
             if proposals[index].joint >= 0:
                 count(calibration.joint[proposals[index].joint], index == right)
         if row.guess >= 0:
             _judge_guesses(memory, node, right)
+        # The buckets of the logit cache and of the base table.
         for index in range(row.recalled):
             proposal = proposals[index]
             if proposal.pair >= 0:
@@ -101,6 +103,7 @@ def _judge(memory: Memory, length: int) -> int:
                 count(calibration.logits[row.order, proposal.kind], index == right)
             if proposal.base_kind >= 0:
                 count(calibration.base[proposal.base_kind], index == right)
+        # The suffix matches, and the source to credit with an accepted token.
         matched = _judge_matches(memory, SUFFIX, node, truth)
         recalled = _judge_matches(memory, CORPUS, node, truth)
         if i < length - 1:

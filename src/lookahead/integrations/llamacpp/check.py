@@ -69,6 +69,7 @@ def compare(contexts: Contexts, number: int = 0) -> Equivalence:
         rope_boundary=NO_LIMIT,
         kinds=LayerKinds((), contexts.weights.window, 0),
     )
+    # llama.cpp's own passes: causal rows, and single-row steps over the longest sequence.
     trial = AncestorTrial(facts, number, "cpu")
     texts = trial.texts()
     reference = _causal_rows(contexts, texts)
@@ -78,6 +79,7 @@ def compare(contexts: Contexts, number: int = 0) -> Equivalence:
     own = distance(single, reference[rows])
     noise = float(own.max())
     same = sum(torch.equal(a, b) for a, b in zip(single, reference[rows], strict=True))
+    # The trees, and the negative control.
     limit = max(Trial.tolerance, MAX_ROW_FACTOR * noise)
     logits, control_logits = trial.run(LlamaCppTarget(contexts))
     difference = float(distance(logits, reference).max())

@@ -164,6 +164,7 @@ class Context:
     """
 
     def __init__(self, weights: Weights, cells: int) -> None:
+        # The parameters; each option that is not given has llama.cpp's default.
         lib, options = weights.library, weights.options
         parameters = lib.llama_context_default_params()
         parameters.n_ctx = cells

@@ -129,6 +129,7 @@ class LlamaCppTarget(Target):
         self._make_room(sum(len(tree) for _, tree in trees))
         if len(trees) == 1 and len(trees[0][1]) == 1:
             return [self._plain_step(self._slots[trees[0][0]], trees[0][1].tokens[0])]
+        # Concatenate the rows of all trees. The rows of a tree are pending until a commit.
         tokens, positions = list[int](), list[int]()
         sequences = list[list[int]]()
         wanted = list[bool]()

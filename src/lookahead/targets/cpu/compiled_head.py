@@ -101,6 +101,7 @@ def _job() -> Any:
             _norm(p.x + p.x_stride * r, p.hidden, p.hidden_norm, row)
             _norm(p.embedded + p.embedded_stride * r, p.hidden, p.embedding_norm, row + 4 * p.hidden)
             quantize(row, blocks, 0, blocks)
+        # The four stages. ``restart`` resets the counters of stages that no thread is in.
         gate(p, p.gate, z, p.z_stride, p.rows, p.gated, p.gated_stride, worker, QKV)
         arrived = barrier(worker, arrived)
         restart(worker, OUTPUT, STAGES)
@@ -164,6 +165,7 @@ class CompiledHead:
         # A group of the first product has 16 gates, then their 16 ups.
         halves = [part.reshape(-1, PANEL, 2 * hidden) for part in (weights.gate, weights.up)]
         both = np.stack(halves, 1).reshape(-1, 2 * hidden)
+        # The three products, whose weights share one block of memory, and the norms.
         memory = ArrayMemory(sum(_packed_bytes(rows, bits) for rows in (both, weights.down, output)))
         plan["gate"] = self._linear(both, bits, memory)
         plan["down"] = self._linear(weights.down, bits, memory)
@@ -172,6 +174,7 @@ class CompiledHead:
         plan["width"] = width
         for name in ("hidden_norm", "embedding_norm"):
             plan[name] = self._address(np.ascontiguousarray(getattr(weights, name), np.float32))
+        # The buffers of a call. Those of each thread are allocated when the number of threads is known.
         groups = -(-len(output) // GROUP)
         sizes = {
             "x": FORMAT.row_bytes(hidden),

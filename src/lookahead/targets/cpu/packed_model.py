@@ -134,6 +134,7 @@ def quantize_model(model: Any, facts: Any, name: str) -> PackedModel:
     from ...models.module_families import blueprint_of
     from .dense import Linear, tensor_of
 
+    # The matrices to pack. An untied embedding is packed like a linear, with one output per token.
     kind = quantizable(name)
     blueprint = blueprint_of(model, facts)
     linears: list[Any] = [linear for layer in blueprint.layers() for linear in layer.linears.values()]
@@ -150,6 +151,7 @@ def quantize_model(model: Any, facts: Any, name: str) -> PackedModel:
         parts: dict[str, Any] = dict(layer.linears)
         layer.linears = {part: _quantized(linear, kind, memory) for part, linear in parts.items()}
         layers.append(layer)
+    # The other parts stay as they are, in fp32.
     positions = blueprint.position_embedding
     blueprint = replace(
         blueprint,
