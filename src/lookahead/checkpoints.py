@@ -311,7 +311,7 @@ def _locate(path_or_id: str | os.PathLike[str]) -> Path | None:
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        pass  # it may be a hub id, and if it has a NUL, nothing
+        pass  # possibly a hub id; a name with a NUL character is neither
     except OSError as error:
         raise SettingsError(
             f"a model must be a directory that exists, a .gguf file or a hub id, got {text!r:.80} "

@@ -167,7 +167,7 @@ class MachineCode:
         self.address: int = address
 
 
-#: Cached, because numba builds the type of a record anew in each call, in 20 us.
+#: Cached, because numba would build the type of a record again in each call, in 20 us.
 _type_of = cache(numba.from_dtype)
 
 

@@ -1,4 +1,4 @@
-"""What is measured: a model, ways to decode a prompt with it, and the cost of each completion.
+"""The objects of a measurement: a model, ways to decode a prompt with it, and the cost of each completion.
 
 The cost is counted in the same way for every method, ours or another library's. The first forward pass of the target
 is the prefill, every later pass is a step. The rows of a step are the positions that it evaluates, and its tokens are

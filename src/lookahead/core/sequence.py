@@ -265,7 +265,8 @@ class Update:
 
     Attributes:
         sequence: the sequence.
-        tokens: the token ids that the step emitted, also before an error; [] if the sequence ended without a step.
+        tokens: the token ids that the step emitted, even if an error followed; [] if the sequence ended without a
+            step.
         piece: text that became safe to show, possibly "".
         path: the accepted rows of the tree, root first; [] without a tree.
         tree: the rows that were evaluated; None for the prefill and for an end without a step.

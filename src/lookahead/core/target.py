@@ -82,7 +82,7 @@ class Target(Protocol):
         shares_module: whether passes run a torch module that other targets run too, so threads must take turns.
         keeps_prefixes: whether a slot can start with the keys and values of another one (``reuse``), and reused rows
             equal those of a prompt evaluated as a whole.
-        max_sequences: largest number of slots in use at once; the engine lets no more sequences join.
+        max_sequences: largest number of slots in use at once; the engine admits no more sequences.
         reused: for each slot in use, the number of prompt tokens that were reused (``engine.prefix_cache``).
     """
 

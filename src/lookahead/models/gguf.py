@@ -5,7 +5,7 @@ Layout of a file (versions 2 and 3, little-endian; the specification is docs/ggu
     "GGUF"  version u32  tensor count u64  entry count u64
     for each entry:   key string, value type u32, value
     for each tensor:  name string, dimensions u32, size of each u64 (fastest first), block type u32, offset u64
-    padding to a multiple of general.alignment (32 unless an entry says otherwise)
+    padding to a multiple of general.alignment (32 unless an entry sets it)
     the tensors; offsets count from here
 
     a string is its length in bytes (u64) and then UTF-8; an array is a value type (u32), a count (u64) and the values

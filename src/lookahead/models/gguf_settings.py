@@ -59,7 +59,7 @@ class GGUFSettings(Sizes):
 
 
 def check_file(file: GGUFFile) -> None:
-    """Check a file that transformers will read, in full if this library knows its architecture.
+    """Check a file that transformers will read, in full if its architecture is in ``GGUF_NAMES``.
 
     Raises:
         SettingsError: settings and tensors contradict each other.

@@ -92,7 +92,7 @@ class HeadWeights:
         scale: factor of the logits; a substitute for the model's own scaling.
         levels: the number of levels that it was trained for.
         counts: "greedy" and "sampled" -> (hits, trials) of its guesses, each fp32 (levels, kinds).
-        about: what the training reports, for display.
+        about: figures of the training, for display.
         bits: 4 or 8; matrices are stored, and multiplied by the compiled head, with this many bits.
     """
 

@@ -32,7 +32,7 @@ def any_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str:
 class RankGroup:
     """All ranks, represented on rank 0. Created by ``join``, with its arguments.
 
-    Several ``ParallelTarget`` objects, also in several threads, may share a group; one step is evaluated at a time.
+    Several ``ParallelTarget`` objects, even in several threads, may share a group; one step is evaluated at a time.
 
     Attributes:
         lock: held while the other ranks work.

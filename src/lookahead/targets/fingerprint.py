@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 _remembered: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
-#: model -> how often all of its results were dropped
+#: model -> the number of times that all of its results were dropped
 _refreshes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 

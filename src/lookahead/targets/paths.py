@@ -306,7 +306,7 @@ def _plain(model: PreTrainedModel, facts: object, reason: str) -> Target:
     return PlainTarget(model, reason)
 
 
-#: All paths of transformers models. ``path="auto"`` takes the first that suits a model and works.
+#: All paths of transformers models. ``path="auto"`` uses the first that suits a model and works.
 PATHS = (
     TargetPath("cpu", True, "tree", lambda model, probed: not on_gpu(model), _cpu),
     TargetPath(

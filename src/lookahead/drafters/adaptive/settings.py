@@ -12,11 +12,11 @@ from ..checks import check_whole
 SOURCES = {
     "suffix": "the tokens after the longest earlier match of the last tokens in this sequence",
     "logits": "the best tokens of the latest row evaluated after the same last tokens",
-    "base": "the likeliest tokens after the last tokens in text that the model wrote by itself (lookahead learn)",
+    "base": "the likeliest tokens after the last tokens in text that the model generated (lookahead learn)",
     "jacobi": "the target's tokens at the same position in the last step",
     "corpus": "suffix matches in the sequences of earlier requests as well, if a state is kept",
 }
-#: All but the corpus: tokens of one request are proposed in another only if the caller asks for it.
+#: All but the corpus: tokens of one request are proposed in another only if the caller requests it.
 DEFAULT_SOURCES = ("suffix", "logits", "base", "jacobi")
 #: The fewest rows of a tree from which a chain is selected.
 SEARCHED_ROWS = 64

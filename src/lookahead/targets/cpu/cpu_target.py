@@ -212,7 +212,7 @@ class CpuTarget(StoredTarget):
         return [(tensor_of(keys), tensor_of(values)) for keys, values in layers]
 
     def release(self, slot: int) -> None:
-        if slot < len(self.cache.storage):  # also after a prompt that did not fit in memory
+        if slot < len(self.cache.storage):  # a prompt that did not fit in memory has no storage
             self.cache.free(slot)
         super().release(slot)
         if not self.lengths:

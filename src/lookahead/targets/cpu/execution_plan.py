@@ -127,7 +127,7 @@ PLAN = record(
     attended_stride="i8",
     gated="i8",
     gated_stride="i8",
-    qkv="i8",  # also for outputs that are normed before they are added to x
+    qkv="i8",  # also for outputs that are normalized before they are added to x
     qkv_stride="i8",
     query="i8",
     # Scratch space of each thread.
