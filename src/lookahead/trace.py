@@ -154,6 +154,7 @@ def read_trace(path: str | Path) -> Trace:
         lines = Path(path).read_bytes().decode("utf-8", errors="replace").split("\n")
     except OSError as error:
         raise SettingsError(f"a trace must be a readable file, got {path} ({error.strerror})") from None
+    # The header.
     header = _object(lines[0])
     if header is None or header.get("trace") != "lookahead":
         raise SettingsError(
@@ -164,6 +165,7 @@ def read_trace(path: str | Path) -> Trace:
             f"{path} is a trace of version {header.get('version')!r}, and this release reads version {VERSION}; "
             "show it with the release that wrote it, or record it again"
         )
+    # The steps, up to the end or the first unreadable line.
     kept = [lines[0]]
     steps = 0
     problem = ""

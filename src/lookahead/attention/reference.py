@@ -30,6 +30,7 @@ def attend(
     seen_rows = unpack_bits(words)
     outputs = []
     for b, length in enumerate(map(int, lengths)):
+        # The scores of all keys up to the step's last row.
         width = length + rows
         slot = b if slots is None else int(slots[b])
         keys = key[slot, :, :width].repeat_interleave(group, 0)  # (H, width, D)
@@ -37,6 +38,7 @@ def attend(
         scores = query[b] @ keys.transpose(1, 2) * scale  # (H, Q, width)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
+        # The mask: ancestors among the step's rows, and the window by position.
         at = length + depths[b].long()  # positions of the rows
         where = torch.cat([torch.arange(length, device=query.device), at])
         seen = torch.ones(rows, width, dtype=torch.bool, device=query.device)
@@ -44,6 +46,7 @@ def attend(
         if window:
             seen &= at[:, None] - where[None] < window
         scores = scores.masked_fill(~seen, float("-inf"))
+        # A sink takes part in the softmax, but has no value.
         if sinks is not None:
             scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(-1, rows, 1)], dim=-1)
         weights = scores.softmax(dim=-1)[..., :width]

@@ -182,6 +182,7 @@ def step_cost(
     from ..bench import step_cost as cost
     from ..checkpoints import Checkpoint
 
+    # Check the options before a model is loaded.
     draw = check_out(out)
     sizes = (numbers(contexts, "--contexts"), numbers(rows, "--rows"))
     records = []
@@ -189,6 +190,7 @@ def step_cost(
     for name in names:
         replace(load, dtype=name)  # rejects an invalid name before anything is measured
     gguf = Checkpoint(load).gguf if set(names) != {"auto"} else None
+    # Load and measure the model once per dtype.
     with progress() as show:
         for name in names:
             if name != "auto" and gguf is not None and gguf.is_quantized:

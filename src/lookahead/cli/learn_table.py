@@ -38,6 +38,7 @@ def learn(
     """
     from ..learning.table_learner import Goal, Learner
 
+    # The goal, and the text of earlier runs.
     if minutes is None and tokens is None:
         minutes = MINUTES
     goal = Goal(None if minutes is None else 60 * minutes, tokens)
@@ -47,6 +48,7 @@ def learn(
         note("this model has no chat template, so it continues short texts")
     if learner.folder.tokens:
         note(f"continuing after {learner.folder.tokens:,} tokens of earlier runs")
+    # Generate until the goal or an interrupt, then build the table from all text.
     interrupted = False
     try:
         with LongProgress() as progress:
@@ -65,6 +67,7 @@ def learn(
         raise Interrupted(
             f"interrupted; {learner.folder.tokens:,} tokens are kept, and another run continues"
         ) from None
+    # Report.
     if as_json:
         figures = {"file": str(table.path), "tokens": table.learned, "contexts": table.contexts}
         typer.echo(json.dumps({"model": llm.name, **figures, "interrupted": interrupted}))

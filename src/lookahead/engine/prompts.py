@@ -63,6 +63,7 @@ def encode(
         SettingsError: the prompt is empty, too long or of another type, needs a tokenizer or chat template that is
             missing, or has token ids outside the vocabulary.
     """
+    # Token ids, by the type of the prompt.
     if isinstance(prompt, (bytes, bytearray)):
         raise SettingsError("a prompt must be text, chat messages or token ids, got bytes; decode them first")
     if isinstance(prompt, str):
@@ -82,6 +83,7 @@ def encode(
             "a prompt must be a string, a list of chat messages or a list of token ids, "
             f"got {type(prompt).__name__}: {str(prompt)[:60]!r}"
         )
+    # They must be in the vocabulary of the model and leave room in its context.
     if not ids:
         raise SettingsError("the prompt must have at least one token, got none")
     outside = next((token for token in ids if not 0 <= token < vocabulary), None)

@@ -151,6 +151,7 @@ def _rotary(
     read: Metadata, sizes: Sizes, slides: list[bool]
 ) -> tuple[tuple[RotaryTable, ...], tuple[int, ...]]:
     """``GGUFSettings.tables`` and ``GGUFSettings.rotary``."""
+    # The layers with rotary positions.
     rotates = [read.names.rotates(layer) for layer in range(sizes.layer_count)]
     if read.architecture == "granite" and not read.get("rope.scaling.finetuned", True):  # as in llama.cpp
         rotates = [False] * sizes.layer_count
@@ -166,6 +167,7 @@ def _rotary(
     for name in FACTORS_BY_LENGTH:
         if name in read.file.tensors:
             raise Unsupported(f"rotary positions that change with the sequence length ({name})")
+    # The tables: one, or in Gemma 3 a second one for layers with a sliding window.
     factor = 1.0
     if kind == "linear":  # old files have the second key; the factor 0 means none
         factor = float(read.number("rope.scaling.factor", 0) or read.number("rope.scale_linear", 0) or 1.0)

@@ -88,6 +88,7 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
         return (id(model),)
     from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
+    # State of the process and settings of the model.
     parts: list[Any] = [
         *map(id, _global_forward_hooks.values()),
         *map(id, _global_forward_pre_hooks.values()),
@@ -100,6 +101,7 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
         for settings in {id(config): config, id(text_config): text_config}.values():
             parts.append(repr([item for item in vars(settings).items() if item[0][:1] != "_"]))
         parts.append(getattr(config, "_attn_implementation", None))
+    # For each module: its code and hooks, its weights and buffers, and its plain attributes.
     for module in model.modules():
         attributes = vars(module)
         parts += (

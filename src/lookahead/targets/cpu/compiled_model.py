@@ -185,6 +185,7 @@ class CompiledModel:
         padding: float = 0.0,
     ) -> LinearRecord:
         """The record of a linear; its weights are packed if they are not yet."""
+        # Packed weights are used in place. The kernel multiplies sums by the factor, but not the bias.
         self._kept.append(np.array((factor, a, b, cap), np.float32))
         if isinstance(linear, PackedLinear):
             self._kept.append(linear)
@@ -204,6 +205,7 @@ class CompiledModel:
                 b=b,
                 cap=cap,
             )
+        # Other weights are copied into the order of the format.
         assert memory is not None
         from .dense import pack
 
