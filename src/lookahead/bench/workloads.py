@@ -113,7 +113,11 @@ def prompt_of_row(workload: str, row: Mapping[str, Any], number: int) -> Prompt:
 
 
 def conversation(workload: str, name: str, category: str, turns: Any, references: Any) -> Prompt:
-    """A prompt of several turns. The reference is a string, or a list of one per turn, of which the last is kept."""
+    """A prompt of several turns. The reference is a string, or a list of one per turn, of which the last is kept.
+
+    Raises:
+        TypeError: ``turns`` is not a list of strings, or is empty.
+    """
     if isinstance(turns, str) or not turns:
         raise TypeError(f"turns must be a list of at least one string, got {turns!r:.60}")
     texts = tuple(text_of(str(turn)) for turn in turns)
@@ -123,7 +127,12 @@ def conversation(workload: str, name: str, category: str, turns: Any, references
 
 
 def text_of(value: Any) -> str:
-    """The prompt of a row, validated."""
+    """The prompt of a row, validated.
+
+    Raises:
+        TypeError: it is not a string, or is empty.
+        ValueError: it has half of a surrogate pair.
+    """
     if not isinstance(value, str) or not value:
         raise TypeError(f"prompt must be a non-empty string, got {value!r:.60}")
     value.encode()  # raises ValueError for half of a surrogate pair

@@ -62,7 +62,11 @@ def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOpt
 
 
 def check_trace(path: Path, overwrite: bool) -> None:
-    """Reject an unusable trace file before loading a model."""
+    """Reject an unusable trace file before loading a model.
+
+    Raises:
+        SettingsError: the file's folder does not exist, or the file would be replaced without --overwrite.
+    """
     if not path.absolute().parent.is_dir() or path.is_dir():
         raise SettingsError(f"--trace must be a file in a folder that exists, got {path}")
     if path.is_file() and path.stat().st_size and not overwrite:
@@ -354,6 +358,10 @@ def run_batch(
 
     Returns:
         The exit status.
+
+    Raises:
+        SettingsError: the output or the input cannot be used, or the settings of the earlier run differ.
+        Interrupted: after Ctrl-C; results so far are kept.
     """
     # Find the prompts without a result, before the model is loaded.
     source, output = task.input or Path("-"), task.output

@@ -141,6 +141,9 @@ def forward(
     """The function that layers call, with the argument names of transformers.
 
     Query is (B, H, Q, D), key and value are what the cache returned, and the output is (B, Q, H, Dv).
+
+    Raises:
+        SettingsError: called outside ``TreeAttention.installed``, or with a mask or a position bias.
     """
     current = _current.get()
     if current is None or attention_mask is not None or others.get("position_bias") is not None:

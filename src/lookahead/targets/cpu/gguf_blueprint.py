@@ -159,7 +159,11 @@ class _Reader:
         return self.linear([_Rows(f"{name}.weight", filled(np.arange(outputs), GROUP))], [self.bias(name)])
 
     def query_key_value(self, layer: int) -> PackedLinear:
-        """Queries, keys and values as a single linear in which the rotary pairs of a head are adjacent."""
+        """Queries, keys and values as a single linear in which the rotary pairs of a head are adjacent.
+
+        Raises:
+            Unsupported: the outputs of a part are not a multiple of a panel.
+        """
         settings = self.settings
         size = self.settings.head_size
         heads, key_heads = settings.heads, settings.key_heads
