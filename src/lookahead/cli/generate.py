@@ -373,6 +373,7 @@ def run_batch(
     done = len(jobs) - len(todo)
     if earlier:
         note(f"{done} of {len(jobs)} prompts have results; continuing with {len(todo)}")
+    # If no prompt remains, the output and its settings are still written.
     if not todo:
         leave()
         if output is not None:
@@ -406,6 +407,7 @@ def run_batch(
         if equal:
             note(f"{sum(equal)} of {len(equal)} equal to plain decoding", "green")
         status = diverged(llm, equal)
+    # Report. An error of any prompt gives exit status 1.
     note(f"{len(jobs)} prompts, {errors} with an error" if jobs else f"{source} has no prompts")
     return int(status or errors > 0)
 
