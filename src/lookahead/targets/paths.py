@@ -1,7 +1,9 @@
 """The ways to evaluate a model's steps, in one ordered list. The first that works for a model is used.
 
 For a given model, a path makes a target or explains why it cannot. Its rows are either bit-identical in a step of any
-size, or equal up to rounding. Models that are not transformers modules (``OwnModel``) make their own target.
+size, or equal up to rounding. Models that are not transformers modules (``OwnModel``) make their own target: a GGUF
+file with packed weights takes the path "cpu", bit-identical (``targets.cpu.packed_model``), and one that llama.cpp
+loads takes "llama.cpp", equal up to rounding (``integrations.llamacpp.model``).
 
 A transformers model is probed once: a token tree is evaluated on the model and compared with its own causal passes.
 If they differ, or the model cannot evaluate a tree, the tree's paths as batch rows are compared with plain decoding.
