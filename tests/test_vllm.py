@@ -283,10 +283,10 @@ def test_a_request_that_moved_is_known_by_its_text():
     engine = Engine(Proposer(config()), MODEL)
     engine.running = requests = [Request(prompt, 50) for prompt in prompts(3)]
     engine.step()
-    before = [text.state for text in engine.proposer._texts]
+    before = [request.state for request in engine.proposer._known]
     engine.running = requests[::-1]
     engine.step()
-    assert [text.state for text in engine.proposer._texts] == before[::-1]
+    assert [request.state for request in engine.proposer._known] == before[::-1]
 
 
 def test_drafts_end_at_the_longest_text():
@@ -440,7 +440,7 @@ def test_memory_is_bounded():
         sizes.append(
             (state.corpus.nodes.nbytes, sum(part.nbytes for part in state.tables(False).logits.arrays[:-1]))
         )
-        assert len(proposer._texts) <= 2  # those of the last step
+        assert len(proposer._known) <= 2  # those of the last step
     assert sizes[-1] == sizes[len(sizes) // 2]
 
 

@@ -50,8 +50,8 @@ SETTINGS = "lookahead"
 
 
 @dataclass(slots=True, eq=False)
-class Text:
-    """A request after a step.
+class KnownRequest:
+    """A request as it was after the last step.
 
     Attributes:
         tokens: prompt and output, int32.
@@ -127,7 +127,7 @@ class Proposer:
         self._begin = 0.0
         reads = config is not None and drafter.needs_base_table
         self._table = base_table_of(config, self._vocabulary) if reads else None
-        self._texts: list[Text | None] = []
+        self._known: list[KnownRequest | None] = []
         self._logits: Any = None
 
     def load_model(self, model: Any) -> None:
@@ -160,10 +160,10 @@ class Proposer:
         begin = perf_counter()
         lengths = num_tokens_no_spec.tolist()
         rows = [token_ids_cpu[row, : lengths[row]] for row in range(len(sampled_token_ids))]
-        texts = self._match(rows, sampled_token_ids)
-        self._count_step(texts, begin - self._begin)
+        known = self._match(rows, sampled_token_ids)
+        self._count_step(known, begin - self._begin)
         self._begin = begin
-        self._observe(texts, sampled_token_ids)
+        self._observe(known, sampled_token_ids)
 
         # The curve of this number of requests, or the rows of the next step to measure.
         requests = sum(map(bool, sampled_token_ids))
@@ -174,13 +174,13 @@ class Proposer:
             wanted = self._costs.rows(requests)
         self._measured = wanted
 
-        self._texts = [None] * len(rows)
+        self._known = [None] * len(rows)
         for row, (tokens, new) in enumerate(zip(rows, sampled_token_ids, strict=True)):
             if not new:
                 self._measured = None
                 continue
-            text = texts[row]
-            state = self._start(tokens) if text is None else text.state
+            request = known[row]
+            state = self._start(tokens) if request is None else request.state
             if curve is not None:
                 state.use_curve(curve)
             depth = max(0, min(self._most, self._longest - 1 - len(tokens)))
@@ -189,8 +189,8 @@ class Proposer:
                 state.pad(tree, min(wanted, depth + 1))
                 if len(tree) != wanted:
                     self._measured = None
-            self._texts[row] = Text(tokens.copy(), state, tree)
-        return [[] if text is None else text.tree.tokens[1:] for text in self._texts]
+            self._known[row] = KnownRequest(tokens.copy(), state, tree)
+        return [[] if request is None else request.tree.tokens[1:] for request in self._known]
 
     def _start(self, tokens: np.ndarray[Any, Any]) -> AdaptiveDraftState:
         """The drafter's state of a request that has just emitted its first token."""
@@ -202,60 +202,60 @@ class Proposer:
         )
         return self._drafter.start(start)
 
-    def _count_step(self, texts: list[Text | None], seconds: float) -> None:
+    def _count_step(self, known: list[KnownRequest | None], seconds: float) -> None:
         """Count the last step if it was measured: the same requests, all of whose rows were evaluated."""
-        if self._measured is None or self._costs is None or not all(texts) or len(texts) != len(self._texts):
+        if self._measured is None or self._costs is None or not all(known) or len(known) != len(self._known):
             return
-        if self._logits is None or len(self._logits) == self._measured * len(texts):
-            self._costs.count(len(texts), seconds)
+        if self._logits is None or len(self._logits) == self._measured * len(known):
+            self._costs.count(len(known), seconds)
 
-    def _match(self, rows: list[Any], new: list[list[int]]) -> list[Text | None]:
+    def _match(self, rows: list[Any], new: list[list[int]]) -> list[KnownRequest | None]:
         """The requests of the last step that these rows continue."""
-        texts: list[Text | None] = [None] * len(rows)
-        waiting: dict[int, list[Text]] = {}
-        for row, text in enumerate(self._texts):
-            if text is None:
+        known: list[KnownRequest | None] = [None] * len(rows)
+        waiting: dict[int, list[KnownRequest]] = {}
+        for row, request in enumerate(self._known):
+            if request is None:
                 continue
-            if row < len(rows) and continues(rows[row], new[row], text):
-                texts[row] = text
+            if row < len(rows) and continues(rows[row], new[row], request):
+                known[row] = request
             else:
-                waiting.setdefault(len(text.tokens), []).append(text)
+                waiting.setdefault(len(request.tokens), []).append(request)
         for row, tokens in enumerate(rows):
-            if texts[row] is None and new[row]:
+            if known[row] is None and new[row]:
                 others = waiting.get(len(tokens) - len(new[row]), [])
-                found = next((text for text in others if continues(tokens, new[row], text)), None)
+                found = next((request for request in others if continues(tokens, new[row], request)), None)
                 if found is not None:
                     others.remove(found)
-                    texts[row] = found
-        return texts
+                    known[row] = found
+        return known
 
-    def _observe(self, texts: list[Text | None], new: list[list[int]]) -> None:
+    def _observe(self, known: list[KnownRequest | None], new: list[list[int]]) -> None:
         """Let every request's drafter learn from the step."""
-        starts = np.cumsum([0, *(1 if text is None else len(text.tree) for text in texts)]).tolist()
+        starts = np.cumsum([0, *(1 if request is None else len(request.tree) for request in known)]).tolist()
         logits, self._logits = self._logits, None
         batch = None
         if logits is not None and len(logits) == starts[-1]:
             from ..targets.logits import LogitsBatch, LogitsRows
 
             batch = LogitsBatch(logits[None])
-        for text, tokens, start in zip(texts, new, starts, strict=False):
-            if text is None:
+        for request, tokens, start in zip(known, new, starts, strict=False):
+            if request is None:
                 continue
             path = list(range(len(tokens)))
             if batch is None:
-                text.state.observe(text.tree.subtree(path), Accepted(tokens), path, tokens)
+                request.state.observe(request.tree.subtree(path), Accepted(tokens), path, tokens)
             else:
-                rows = LogitsRows(batch, 0, range(len(text.tree)), start)
-                text.state.observe(text.tree, rows, path, tokens)
+                rows = LogitsRows(batch, 0, range(len(request.tree)), start)
+                request.state.observe(request.tree, rows, path, tokens)
 
 
-def continues(tokens: np.ndarray[Any, Any], new: list[int], text: Text) -> bool:
+def continues(tokens: np.ndarray[Any, Any], new: list[int], request: KnownRequest) -> bool:
     """Whether a row is this request followed by new tokens, all proposed except the last."""
     return (
         bool(new)
-        and len(tokens) - len(new) == len(text.tokens)
-        and text.tree.tokens[1 : len(new)] == new[:-1]
-        and np.array_equal(tokens[: -len(new)], text.tokens)
+        and len(tokens) - len(new) == len(request.tokens)
+        and request.tree.tokens[1 : len(new)] == new[:-1]
+        and np.array_equal(tokens[: -len(new)], request.tokens)
     )
 
 

@@ -57,7 +57,7 @@ class HostCopy:
         return self._copy.numpy()
 
 
-class Stream:
+class DeviceStream:
     """One stream for all work on some device memory, regardless of its callers' streams.
 
     Work in ``use`` runs after everything that the caller has launched and before everything that it launches later.

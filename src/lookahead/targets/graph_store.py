@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..core import Scores
 from .attention_hook import TreeAttention
-from .cuda import Stream, is_gpu, memory
+from .cuda import DeviceStream, is_gpu, memory
 from .facts import ModelFacts
 from .fingerprint import active_hooks
 from .limits import GRAPH_MEMORY, memory_errors, out_of_memory
@@ -66,7 +66,7 @@ class GraphStore:
     def __init__(self, model: PreTrainedModel, facts: ModelFacts, capacity: int) -> None:
         self.device = model.device
         self.on_gpu = is_gpu(model.device)
-        self.stream = Stream(self.device)
+        self.stream = DeviceStream(self.device)
         self.limit = graph_limit(model)
         with self.stream.use():
             self.cache = TreeCache(facts.shapes, facts.dtype, self.device, capacity)
