@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -504,6 +506,28 @@ def test_the_keywords_written_out_are_the_options():
         assert get_type_hints(keywords) == {
             field.name: types[field.name] for field in dataclasses.fields(options)
         }
+
+
+class Made(Exception):
+    """Carries options as soon as they are made."""
+
+
+@pytest.mark.parametrize("name", ["BatchOptions", "LoadOptions"])
+def test_every_keyword_written_out_is_passed_on_by_its_name(llm, monkeypatch, name):
+    module, call = {
+        "BatchOptions": ("lookahead.llm", partial(llm.generate, PROMPT)),
+        "LoadOptions": ("lookahead.loading", lookahead.load),
+    }[name]
+
+    def stop(options):
+        raise Made(options)
+
+    unchecked = type(name, (getattr(import_module(module), name),), {"__post_init__": stop})
+    monkeypatch.setattr(f"{module}.{name}", unchecked)
+    given = {field.name: f"the {field.name}" for field in dataclasses.fields(unchecked)}
+    with pytest.raises(Made) as made:
+        call(**given)
+    assert vars(made.value.args[0]) == given
 
 
 def test_stream_and_run_take_options_or_the_same_keywords(llm):

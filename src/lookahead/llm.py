@@ -297,13 +297,27 @@ class LLM:
             SettingsError: an option or a prompt is not valid; nothing was decoded.
             NumericalError, OutOfMemory: decoding failed. ``run`` would yield the steps before that.
         """
-        given = dict(locals())
-        del given["self"], given["prompt"]
-        refuse_unknown(BatchOptions, given.pop("unknown"))
+        refuse_unknown(BatchOptions, unknown)
         prompts, several = as_list(prompt)
-        if batch_size is None:
-            given["batch_size"] = max(1, len(prompts))
-        options = BatchOptions(**given)
+        options = BatchOptions(
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            ignore_eos=ignore_eos,
+            min_new_tokens=min_new_tokens,
+            drafter=drafter,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            typical_p=typical_p,
+            repetition_penalty=repetition_penalty,
+            no_repeat_ngram_size=no_repeat_ngram_size,
+            seed=seed,
+            bad_words=bad_words,
+            logits_processor=logits_processor,
+            batch_size=max(1, len(prompts)) if batch_size is None else batch_size,
+            seeds=seeds,
+        )
         results: dict[int, Result] = {}
         for update in self._run(prompts, options):
             if update.result is not None:

@@ -103,9 +103,33 @@ def load(
         SettingsError: the model cannot be used, or an option is not valid for it.
         OutOfMemory: the weights or the probe did not fit in memory.
     """
-    given = dict(locals())
-    refuse_unknown(LoadOptions, given.pop("unknown"))
-    return load_with(LoadOptions(**given))
+    refuse_unknown(LoadOptions, unknown)
+    options = LoadOptions(
+        path_or_id=path_or_id,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        graph_memory=graph_memory,
+        engine=engine,
+        n_gpu_layers=n_gpu_layers,
+        flash_attn=flash_attn,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+        ctx_size=ctx_size,
+        weights=weights,
+        device_map=device_map,
+        quantization_config=quantization_config,
+        attention=attention,
+        exact=exact,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        local_files_only=local_files_only,
+        prefix_cache=prefix_cache,
+        parallel_timeout=parallel_timeout,
+        parallel=parallel,
+        drafter=drafter,
+    )
+    return load_with(options)
 
 
 def load_with(chosen: LoadOptions) -> LLM:
