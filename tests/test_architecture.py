@@ -1,4 +1,4 @@
-"""docs/architecture.md matches the code: its tree, import rules, and the path of one prompt."""
+"""docs/architecture.md matches the code: its tree, import rules, and the main hops of one prompt."""
 
 import re
 import runpy
@@ -18,12 +18,16 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 
 
+def section(heading):
+    """The text under a heading."""
+    return PAGE.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+
+
 def table(heading):
     """The rows of the table under a heading, as lists of cells."""
-    section = PAGE.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in section.splitlines()
+        for line in section(heading).splitlines()
         if line[:1] == "|"
     ]
     return rows[2:]
@@ -56,7 +60,7 @@ def test_files_and_folders_that_the_page_names_are_there():
 
 
 def hops_of(heading):
-    """(file, function) of each hop in the table under a heading."""
+    """(file, function) of each main hop in the table under a heading."""
     hops = [(file.strip("`"), function.strip("`")) for _, file, function, _ in table(heading)]
     assert 5 <= len(hops) == len({file for file, _ in hops}) <= 6
     return hops
@@ -86,8 +90,14 @@ def not_called_in_order(hops, called):
     return [hop for hop in hops if hop not in rest]
 
 
+def files_of(heading):
+    """All files that the text and the table under a heading name."""
+    return set(re.findall(r"`([\w/]+\.py)`", section(heading)))
+
+
 def test_one_prompt_takes_the_way_that_the_page_shows(monkeypatch, capsys):
-    hops = hops_of("One prompt, from the shell to the forward pass")
+    heading = "One prompt, from the shell to the forward pass"
+    hops = hops_of(heading)
     command = ["lookahead", "generate", "tiny", "--prompt", "def is_prime(n):", "--max-new-tokens", "24"]
     monkeypatch.setattr(sys, "argv", command)
     from lookahead.cli import main
@@ -98,6 +108,7 @@ def test_one_prompt_takes_the_way_that_the_page_shows(monkeypatch, capsys):
     assert ended.value.code == 0
     capsys.readouterr()
     assert not_called_in_order(hops, called) == []
+    assert files_of(heading) - {file for file, _ in called} == set()
 
 
 def test_one_http_request_takes_the_way_that_the_page_shows(tmp_path):
