@@ -12,6 +12,7 @@ import lookahead.integrations.vllm
 from learned import save_table
 from lookahead.core import SettingsError
 from lookahead.drafters.adaptive.base_files import learned_file
+from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.drafters.adaptive.measure import SUSTAINED
 from lookahead.integrations.vllm import Accepted, Proposer
 from lookahead.integrations.vllm_costs import DISCARDED, ROUNDS
@@ -377,11 +378,26 @@ def test_disturbed_steps_do_not_count_and_are_not_kept(clock):
         counted.append(len(costs._seconds[2]) - before)
     assert counted == [1, 0, 0, 0, 1]
 
-    # If step times vary by a factor of up to 30, the curve is used by this process only.
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("requests", [1, 4])
+def test_steps_that_take_different_times_give_a_typical_curve_for_this_process(clock, requests, device):
+    """Step times vary by a factor of up to 30, so a row may seem to be free."""
     clock.cost = lambda rows, batch: random.random() ** 4 * 30 + 1
-    unsteady = measure(clock, 1).proposer._costs
-    assert unsteady.curve(1) is not None
-    assert Proposer(config(None))._costs.curve(1) is None
+    curve = measure(clock, requests, device=device).proposer._costs.curve(requests)
+    costs, _ = CostCurve.typical(device == "cuda").table(DRAFTED + 1, 0, requests)
+    found = [curve.cost(k) for k in range(1, DRAFTED + 2)]
+    if device == "cuda":
+        assert found == pytest.approx(costs[1:].tolist())
+    else:
+        assert all(np.array(found) >= costs[1:] - 1e-9)
+    assert Proposer(config(None, device=device))._costs.curve(requests) is None
+
+
+def test_rows_that_seem_expensive_stay_so_if_steps_take_different_times(clock):
+    clock.cost = lambda rows, batch: (100 if rows > batch else 1) * random.uniform(1, 9)
+    curve = measure(clock, 1).proposer._costs.curve(1)
+    assert curve.cost(DRAFTED + 1) > 10
 
 
 def test_a_damaged_curve_is_measured_again(clock, tmp_path):

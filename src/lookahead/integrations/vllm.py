@@ -100,7 +100,6 @@ class Proposer:
     def __init__(self, vllm_config: Any) -> None:
         check(vllm_config)
         from ..drafters.adaptive.base_files import base_table_of
-        from ..drafters.adaptive.measure import SUSTAINED
         from ..drafters.adaptive.state import AdaptiveState
         from ..targets.costs import config_key
         from .vllm_costs import StepCosts
@@ -120,8 +119,7 @@ class Proposer:
         if drafter.rows is None and most_rows > 1:
             dtype = getattr(vllm_config.model_config, "dtype", "")
             name = f"vllm {vllm_version()}|{config_key(config)}|{dtype}|{device}|{most_rows - 1} drafted"
-            sustained = SUSTAINED if device == "cpu" else 1.0
-            self._costs = StepCosts(name, most_rows, sustained, partial(warnings.warn, stacklevel=2))
+            self._costs = StepCosts(name, most_rows, device != "cpu", partial(warnings.warn, stacklevel=2))
         #: The rows for each request of the step being measured; None if it is not measured, or not as planned.
         self._measured: int | None = None
         self._begin = 0.0

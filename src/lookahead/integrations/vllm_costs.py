@@ -3,7 +3,8 @@
 A proposer cannot run a step of vLLM, so the first steps with a given number of requests are timed. Steps without
 drafts alternate with steps of k rows for each request, and the faster half of each counts, as in ``measure``. vLLM
 verifies these drafts like any others, so they change no text. The curve is saved, and later processes of the same
-model, machine and version of vLLM measure nothing.
+model, machine and version of vLLM measure nothing. If other work disturbs the measurement too much, the process uses
+a typical curve, with the measured costs where these are larger on a CPU, and the next process measures again.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ class StepCosts:
     Args:
         name: what the curves depend on: model, device, number of drafted tokens and version of vLLM.
         most: the largest number of rows for a request.
-        sustained: the cost of a row in long runs, relative to the measurement.
+        on_gpu: whether the model runs on a GPU or a similar device, where rows are nearly free and cost as much in
+            long runs as in a short measurement.
         notice: called with a line of text if a saved curve is damaged.
     """
 
-    def __init__(self, name: str, most: int, sustained: float, notice: Callable[[str], None]) -> None:
+    def __init__(self, name: str, most: int, on_gpu: bool, notice: Callable[[str], None]) -> None:
         self._name = name
-        self._sustained = sustained
+        self._most = most
+        self._on_gpu = on_gpu
         #: k of each step to measure, in order; 1 stands for a step without drafts.
         sizes = sorted({most, (most + 1) // 2, 2} - {1}, reverse=True)
         self._plan = [rows for size in sizes for _ in range(DISCARDED + ROUNDS) for rows in (1, size)]
@@ -70,7 +73,8 @@ class StepCosts:
         if len(spent) < len(self._plan):
             return
         measured = Measurement()
-        measured.sustained = self._sustained
+        if self._on_gpu:
+            measured.sustained = 1.0
         counted = 2 * ROUNDS
         whole = counted + 2 * DISCARDED
         for start in range(2 * DISCARDED, len(spent), whole):
@@ -78,11 +82,20 @@ class StepCosts:
             if not start // whole:
                 measured.add((1, 0, 1), plain)
             measured.add((1, 0, self._plan[start + 1]), spent[start + 1 : start + counted : 2], plain)
-        self._curves[group] = measured.curve()
         del self._seconds[group]
+        curve = measured.curve()
         if measured.steady:
             with suppress(OSError):  # if the folder cannot be written, the next process measures again
-                save_curve(self._of(group), self._curves[group])
+                save_curve(self._of(group), curve)
+        else:
+            typical = self._typical(group)
+            curve = typical if self._on_gpu else curve.at_least(typical)
+        self._curves[group] = curve
+
+    def _typical(self, requests: int) -> CostCurve:
+        """The typical costs of steps by rows for each of this many requests, in steps without drafts."""
+        costs, _ = CostCurve.typical(self._on_gpu).table(self._most, 0, requests)
+        return CostCurve({0: {rows: float(costs[rows]) for rows in range(1, self._most + 1)}})
 
     def _of(self, group: int) -> str:
         return f"{self._name}|{group} requests"
