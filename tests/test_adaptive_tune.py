@@ -1,6 +1,7 @@
 """The cost curve: measured once, saved where the drafter finds it, then only read."""
 
 import json
+import re
 from functools import partial
 from math import inf
 from types import SimpleNamespace
@@ -107,7 +108,25 @@ def test_a_curve_of_another_processor_under_the_same_name_is_not_read(cache):
     path = save_curve("a", CURVE)
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"machine": "another processor"}))
-    assert load_curve("a") is None
+    with pytest.raises(SettingsError, match="a cost curve of this machine, but contains one of another"):
+        load_curve("a")
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("format", cost.FORMAT - 1), ("machine", "another processor"), ("model", "b")]
+)
+def test_a_curve_of_something_else_is_measured_again_with_a_notice(llm, monkeypatch, name, other):
+    monkeypatch.setattr(measure, "STEADY", float("inf"))  # this machine may be busy
+    key = model_key(llm.model, llm.target().path)
+    path = save_curve(key, CURVE)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: other}))
+    notices = []
+    curve = curve_for(llm, notices)
+    (notice,) = notices
+    assert notice == (
+        f"{path} must contain a cost curve of this {name}, but contains one of another; measuring it again"
+    )
+    assert load_curve(key) == curve != CURVE
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1', '{"rows": {"64": {"1": -1}}}'])
@@ -494,10 +513,20 @@ def test_a_slow_model_is_not_held_up(monkeypatch):
     assert set(measured.seconds) == {(1, 64, 1), (1, 64, 4), (1, 64, 8)}
 
 
-def test_where_nothing_can_be_kept_the_curve_lives_in_memory(llm, cache):
+def test_where_nothing_can_be_kept_the_curve_lives_in_memory(llm, cache, monkeypatch, capsys):
+    """The reason is printed once."""
+    monkeypatch.setattr(measure, "STEADY", float("inf"))  # this machine may be busy
     cache.write_text("a file where the folder should be")
-    assert llm.generate([5, 6, 7], max_new_tokens=5).tokens
-    assert load_curve(model_key(llm.model, llm.target().path)) is None
+    for _ in range(2):
+        assert llm.generate([5, 6, 7], max_new_tokens=5).tokens
+    key = model_key(llm.model, llm.target().path)
+    assert load_curve(key) is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        rf"lookahead: {curve_file(key)} must be a writable file with free disk space \(.+\); the cost curve is not "
+        "saved and is kept in memory for this process",
+        line,
+    )
 
 
 @pytest.mark.parametrize(

@@ -400,6 +400,22 @@ def test_rows_that_seem_expensive_stay_so_if_steps_take_different_times(clock):
     assert curve.cost(DRAFTED + 1) > 10
 
 
+def test_curves_that_cannot_be_saved_are_said_once(clock, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    clock.cost = lambda rows, batch: 1.0
+    engine = Engine(Proposer(config(None)), MODEL, clock=clock)
+    said = []
+    engine.proposer._costs._notice = said.append
+    for requests in (1, 2):
+        engine.running = [Request(prompt, 400) for prompt in prompts(requests)]
+        while engine.proposer._costs.rows(requests) is not None:
+            engine.step()
+        assert engine.proposer._costs.curve(requests) is not None
+    (line,) = said
+    assert "the cost curve is not saved" in line
+
+
 def test_a_damaged_curve_is_measured_again(clock, tmp_path):
     measure(clock, 1)
     (file,) = tmp_path.rglob("*.json")

@@ -10,10 +10,9 @@ a typical curve, with the measured costs where these are larger on a CPU, and th
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 
 from ..core import SettingsError
-from ..drafters.adaptive.cost import CostCurve, load_curve, save_curve
+from ..drafters.adaptive.cost import CostCurve, keep_curve, load_curve
 from ..drafters.adaptive.measure import Measurement
 
 #: Rounds of each number of rows; each has one step without drafts and one with. The faster half counts.
@@ -30,7 +29,8 @@ class StepCosts:
         most: the largest number of rows for a request.
         on_gpu: whether the model runs on a GPU or a similar device, where rows are nearly free and cost as much in
             long runs as in a short measurement.
-        notice: called with a line of text if a saved curve is damaged.
+        notice: called with a line of text if a saved curve is damaged, or of another machine or version, and once if
+            curves cannot be saved.
     """
 
     def __init__(self, name: str, most: int, on_gpu: bool, notice: Callable[[str], None]) -> None:
@@ -41,6 +41,7 @@ class StepCosts:
         sizes = sorted({most, (most + 1) // 2, 2} - {1}, reverse=True)
         self._plan = [rows for size in sizes for _ in range(DISCARDED + ROUNDS) for rows in (1, size)]
         self._notice = notice
+        self._saves = True
         self._seconds: dict[int, list[float]] = {}
         self._curves: dict[int, CostCurve] = {}
 
@@ -85,8 +86,7 @@ class StepCosts:
         del self._seconds[group]
         curve = measured.curve()
         if measured.steady:
-            with suppress(OSError):  # if the folder cannot be written, the next process measures again
-                save_curve(self._of(group), curve)
+            self._saves = self._saves and keep_curve(self._of(group), curve, self._notice)
         else:
             typical = self._typical(group)
             curve = typical if self._on_gpu else curve.at_least(typical)

@@ -10,11 +10,10 @@ import json
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from ..core import NumericalError, OutOfMemory, SettingsError, Target
-from ..drafters.adaptive.cost import CostCurve, load_curve, save_curve
+from ..drafters.adaptive.cost import CostCurve, keep_curve, load_curve
 
 #: Devices on which rows are assumed to be nearly free until the curve of a model is measured.
 GPUS = ("cuda", "gpu")
@@ -97,7 +96,8 @@ def curve_of(
         model: a transformers model.
         path: ``cost_path`` of the target that evaluates it, or its ``path`` if a wrapper hides the rest.
         make_target: returns a new target with a ``vocabulary``; called only for the first drafter of the model.
-        notice: called with a line of text if the file is damaged.
+        notice: called with a line of text if the file is damaged or of another machine or version, or if it cannot be
+            written.
     """
     mine = _of_models.setdefault(model, {})
     key = (*_numbers_of(model), path)
@@ -142,6 +142,5 @@ def _load_or_measure(target: Target, name: str, notice: Callable[[str], None], d
         # disturbed measurement shows.
         return typical if on_gpu or target.runs_compiled else measured.curve().at_least(typical)
     curve = measured.curve()
-    with suppress(OSError):  # if the folder cannot be written, the next process measures again
-        save_curve(name, curve)
+    keep_curve(name, curve, notice)
     return curve

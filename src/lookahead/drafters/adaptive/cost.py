@@ -19,7 +19,7 @@ import os
 import platform
 import sys
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from llvmlite.binding import get_host_cpu_name
 
 from ...core import SettingsError
 from ...core.target import MOST_ROWS, MOST_SEQUENCES
-from ...records import cache_folder, replacing
+from ...records import cache_folder, not_writable, replacing
 from ...threads import thread_count
 
 #: Tokens of context that share a table.
@@ -197,35 +197,55 @@ def save_curve(model: str, curve: CostCurve) -> Path:
     """
     path = curve_file(model)
     path.parent.mkdir(parents=True, exist_ok=True)
-    about = {"format": FORMAT, "machine": machine(), "model": model}
     costs = {"rows": curve.rows, "sequences": curve.sequences}
     times = {"drafting": curve.drafting, "seconds": curve.seconds}
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps({**about, **costs, **times}))
+        temporary.write_text(json.dumps({**_origin(model), **costs, **times}))
     return path
 
 
+def keep_curve(model: str, curve: CostCurve, notice: Callable[[str], None]) -> bool:
+    """Save the curve of a model on this machine, if possible. Returns whether it was saved.
+
+    Args:
+        notice: called with a line of text if the curve cannot be saved.
+    """
+    try:
+        save_curve(model, curve)
+    except OSError as error:
+        instead = "the cost curve is not saved and is kept in memory for this process"
+        notice(str(not_writable(curve_file(model), error, instead, "file")))
+        return False
+    return True
+
+
 def load_curve(model: str) -> CostCurve | None:
-    """The saved curve of a model on this machine; None if there is none of this machine and version.
+    """The saved curve of a model on this machine; None if there is none.
 
     Raises:
-        SettingsError: the file is damaged.
+        SettingsError: the file is damaged, or of another machine or version.
     """
     path = curve_file(model)
     try:
         content = json.loads(path.read_text())
-        if (content["format"], content["machine"], content["model"]) != (FORMAT, machine(), model):
-            return None
-        return CostCurve(
-            {int(context): _numbers(costs) for context, costs in content["rows"].items()},
-            _numbers(content["sequences"]),
-            float(content["drafting"]),
-            float(content["seconds"]),
-        )
+        others = [name for name, value in _origin(model).items() if content[name] != value]
+        if not others:
+            return CostCurve(
+                {int(context): _numbers(costs) for context, costs in content["rows"].items()},
+                _numbers(content["sequences"]),
+                float(content["drafting"]),
+                float(content["seconds"]),
+            )
     except OSError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, SettingsError) as error:
         raise SettingsError(f"{path} must contain a cost curve, but does not ({error!r:.80})") from error
+    raise SettingsError(f"{path} must contain a cost curve of this {others[0]}, but contains one of another")
+
+
+def _origin(model: str) -> dict[str, Any]:
+    """What a curve is for, as in its file."""
+    return {"format": FORMAT, "machine": machine(), "model": model}
 
 
 def _numbers(costs: Mapping[str, Any]) -> dict[int, float]:
