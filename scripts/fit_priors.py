@@ -142,7 +142,7 @@ def main() -> None:
 
     # Decode the prompts with one shared state.
     llm = lookahead.load(options.model, dtype=options.dtype)
-    light_head.measured_cost = lambda head, target: 0.0  # use the head everywhere, not only where it pays off
+    light_head.head_cost = lambda *given: 0.0  # use the head everywhere, not only where it pays off
     state = AdaptiveState()
     table = base_table_of(llm.model.config, llm.vocabulary)
     for sampled in (False, True):

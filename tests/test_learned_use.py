@@ -37,7 +37,7 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def with_head(tmp_path, monkeypatch):
     """A drafter with a random head that costs nothing; the model is so small that any head costs too much."""
-    monkeypatch.setattr(light_head, "measured_cost", lambda head, target: 0.0)
+    monkeypatch.setattr(light_head, "head_cost", lambda *given: 0.0)
     random_head(96).save(tmp_path / "head")
     return replace(WITH_HEAD, head=str(tmp_path / "head"))
 

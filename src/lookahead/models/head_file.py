@@ -115,6 +115,11 @@ class HeadWeights:
         """Numbers between the gate and down."""
         return len(self.gate)
 
+    @property
+    def shape(self) -> str:
+        """What the cost of a call depends on, besides the model."""
+        return f"hidden {self.hidden}, width {self.width}, shortlist {len(self.shortlist)}, {self.bits} bits"
+
     def check(self, vocabulary: int, hidden: int, name: str = "this model") -> None:
         """Raise SettingsError unless the head fits a model of these sizes."""
         if (self.vocabulary, self.hidden) != (vocabulary, hidden):

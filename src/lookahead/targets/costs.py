@@ -1,7 +1,8 @@
 """The cost curves of loaded models: read from disk, or measured once per model and machine and saved.
 
 If other work disturbs the measurement too much, the process uses a typical curve, with the measured costs where these
-are larger on a CPU without the compiled path, and the next process measures again.
+are larger on a CPU without the compiled path, and the next process measures again. The costs of light heads are
+measured when a head is first used, and saved with the curve.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import json
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ..core import NumericalError, OutOfMemory, SettingsError, Target
-from ..drafters.adaptive.cost import CostCurve, keep_curve, load_curve
+from ..drafters.adaptive.cost import TYPICAL_HEAD, CostCurve, keep_curve, load_curve
 
 #: Devices on which rows are assumed to be nearly free until the curve of a model is measured.
 GPUS = ("cuda", "gpu")
@@ -116,17 +118,57 @@ def forget_curves(model: Any) -> None:
     _of_models.pop(model, None)
 
 
+def head_cost(
+    head: Any, model: Any, path: str, make_target: Callable[[], Any], notice: Callable[[str], None]
+) -> float:
+    """The cost of a call of a light head, in plain steps: read with the model's cost curve, or measured and saved.
+
+    It is a typical cost if the curve could not be measured or other work disturbs the measurement of the head. The
+    next process then measures again.
+
+    Args:
+        head: a light head with a ``shape``.
+        model, path, make_target, notice: as for ``curve_of``.
+    """
+    curve = curve_of(model, path, make_target, notice)
+    if head.shape not in curve.heads and curve.seconds:
+        from ..drafters.adaptive.measure import measure_head
+
+        target = make_target()
+        cost = measure_head(target, head)
+        if cost is not None:
+            curve = replace(curve, heads={**curve.heads, head.shape: cost})
+            _of_models[model][(*_numbers_of(model), path)] = curve
+            _keep_head(model_key(model, cost_path(target)), head.shape, cost, notice)
+    return curve.heads.get(head.shape, TYPICAL_HEAD)
+
+
+def _keep_head(name: str, shape: str, cost: float, notice: Callable[[str], None]) -> None:
+    """Add the cost of a head to the saved curve, which another process may have replaced since it was read.
+
+    If no curve could be saved, nor is this cost.
+    """
+    saved = _load(name, notice)
+    if saved is not None:
+        keep_curve(name, replace(saved, heads={**saved.heads, shape: cost}), notice)
+
+
+def _load(name: str, notice: Callable[[str], None]) -> CostCurve | None:
+    """The saved curve; None if there is none, or if it is not usable, which is reported."""
+    try:
+        return load_curve(name)
+    except SettingsError as error:
+        notice(f"{error}; measuring it again")
+        return None
+
+
 def _load_or_measure(target: Target, name: str, notice: Callable[[str], None], device: str) -> CostCurve:
     from ..drafters.adaptive.measure import measure, warm_up  # imports numba
 
     on_gpu = device in GPUS
     try:
         warm_up(target)
-        try:
-            curve = load_curve(name)
-        except SettingsError as error:
-            notice(f"{error}; measuring it again")
-            curve = None
+        curve = _load(name, notice)
         if curve is not None:
             return curve
         measured = measure(target, device=device)

@@ -5,23 +5,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from ..core import NumericalError, OutOfMemory, SettingsError, Target, TokenTree
+from ..core import NumericalError, OutOfMemory, SettingsError, Target
 from ..drafters.adaptive.base_files import existing_files, table_name
 from ..models.head_file import HeadWeights, load_head
 from ..records import cache_folder
+from .costs import cost_path, head_cost
 from .own_model import OwnModel
 
 Array = np.ndarray[Any, np.dtype[Any]]
 #: The heads included in this package.
 INCLUDED = Path(__file__).parent / "heads"
-#: Timed calls of the head.
-ROUNDS = 8
 #: Heads by model; the key is (requested head, target path).
 _of_models: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], Any]] = weakref.WeakKeyDictionary()
 
@@ -133,7 +130,7 @@ def head_of(
         model: a loaded model.
         target: one of its targets.
         wanted: the head's path, or "auto" for the result of ``find_head``, if any.
-        make_target: makes a target, to measure the cost of a head call.
+        make_target: makes a target, to measure the cost of a head call if it is not known.
     """
     heads = _of_models.setdefault(model, {})
     key = wanted, target.path
@@ -144,33 +141,11 @@ def head_of(
             file = find_head(model) if wanted == "auto" else Path(wanted)
             if file is not None:
                 head = make_head(model, target, load_head(file))
-                head.cost = measured_cost(head, make_target())
+                head.cost = head_cost(head, model, cost_path(target), make_target, notice)
                 heads[key] = head
         except (NumericalError, OutOfMemory, SettingsError) as error:
             notice(f"{error}; continuing without a light head")
     return heads[key]
-
-
-def measured_cost(head: Any, target: Target) -> float:
-    """The time of a head call, in plain steps of the target. Each call follows a pass, which evicts the processor's
-    caches."""
-    state = np.zeros((1, head.hidden), np.float32)
-    calls = list[float]()
-    steps = list[float]()
-    try:
-        target.prefill([(0, [0])])
-        for _ in range(ROUNDS):
-            begin = perf_counter()
-            (scores,) = target.forward([(0, TokenTree(0))])
-            scores.best(0)
-            target.commit([(0, [0])])
-            evaluated = perf_counter()
-            head.guess(state, [0], 8)
-            steps.append(evaluated - begin)
-            calls.append(perf_counter() - evaluated)
-    finally:
-        target.release(0)
-    return median(calls[1:]) / median(steps[1:])  # the first calls compile
 
 
 def _name(model: Any) -> str:

@@ -2,7 +2,7 @@
 (``measure``) and saved on disk for later processes.
 
 A curve has a few points at two context lengths, and the cost of one row in each of several sequences. It is linear
-between points, continues with the last slope beyond them, and never decreases.
+between points, continues with the last slope beyond them, and never decreases. It also has the costs of light heads.
 
 An example for one sequence and for four, with measured costs of c(8) = 1.6 for one sequence, 1.3 for one row in each
 of four sequences, and 0.04 for the drafter's own work on one sequence:
@@ -43,8 +43,11 @@ BUDGET = 2.0
 #: The curve of 4-bit weights on two cores, for processes whose measurement other work disturbs: the larger cost of an
 #: AMD EPYC and an Intel Xeon with AMX. Where rows cost less, some drafts that would pay off are not made.
 TYPICAL = {1: 1.0, 2: 1.25, 4: 1.6, 8: 2.4, 16: 3.6, 64: 9.5}
+#: The cost of a call of a light head that could not be measured; the included head's is 0.07 steps of 4-bit weights
+#: on two cores of an AMD EPYC. Where calls cost less, some that would pay off are not made.
+TYPICAL_HEAD = 0.1
 #: Format of the file; also incremented when a change makes compiled passes faster or slower.
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class CostCurve:
         rows: context length in tokens -> k -> the cost of a step of k rows; k = 1 costs 1.
         sequences: number of sequences -> the cost of a step of one row in each.
         drafting: the cost of the drafter's own work in a drafted step of one sequence.
-        seconds: seconds of a plain step when the curve was measured; 0 if it was not measured.
+        seconds: seconds of a plain step when the curve was measured; 0 if it was not, or other work disturbed that.
+        heads: shape of a light head (``HeadWeights.shape``) -> the cost of a call.
 
     Raises:
         SettingsError: there are no points, or a cost is not a positive number.
@@ -65,12 +69,14 @@ class CostCurve:
     sequences: Mapping[int, float] = field(default_factory=dict)
     drafting: float = 0.0
     seconds: float = 0.0
+    heads: Mapping[str, float] = field(default_factory=dict)
     _tables: dict[tuple[int, int, int], tuple[Any, Any]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
     def __post_init__(self) -> None:
-        costs = [*self.sequences.values(), *(cost for curve in self.rows.values() for cost in curve.values())]
+        parts: tuple[Mapping[Any, float], ...] = *self.rows.values(), self.sequences, self.heads
+        costs = [cost for part in parts for cost in part.values()]
         numbers = all(isinstance(cost, (int, float)) and 0 < cost < 1e4 for cost in costs)
         if not numbers or not self.rows or not all(self.rows.values()):
             raise SettingsError("a cost curve must have points, and every cost must be a positive number")
@@ -86,13 +92,13 @@ class CostCurve:
         return cls.unmeasured(on_gpu) if on_gpu else cls({0: TYPICAL}, drafting=0.04)
 
     def at_least(self, other: CostCurve) -> CostCurve:
-        """This curve with the cost of rows and of drafting raised to those of another curve."""
+        """This disturbed curve with the cost of rows and of drafting raised to those of another curve."""
         others = {number for points in other.rows.values() for number in points}
         rows = {
             context: {k: max(self.cost(k, context), other.cost(k, context)) for k in others.union(points)}
             for context, points in self.rows.items()
         }
-        return replace(self, rows=rows, drafting=max(self.drafting, other.drafting))
+        return replace(self, rows=rows, drafting=max(self.drafting, other.drafting), seconds=0.0)
 
     def budget(self, sequences: int, captured: bool = False) -> int:
         """The row budget of a pass over this many sequences: as many rows as cost at most ``BUDGET`` plain passes,
@@ -197,7 +203,7 @@ def save_curve(model: str, curve: CostCurve) -> Path:
     """
     path = curve_file(model)
     path.parent.mkdir(parents=True, exist_ok=True)
-    costs = {"rows": curve.rows, "sequences": curve.sequences}
+    costs = {"rows": curve.rows, "sequences": curve.sequences, "heads": curve.heads}
     times = {"drafting": curve.drafting, "seconds": curve.seconds}
     with replacing(path) as temporary:
         temporary.write_text(json.dumps({**_origin(model), **costs, **times}))
@@ -235,6 +241,7 @@ def load_curve(model: str) -> CostCurve | None:
                 _numbers(content["sequences"]),
                 float(content["drafting"]),
                 float(content["seconds"]),
+                {str(shape): float(cost) for shape, cost in content["heads"].items()},
             )
     except OSError:
         return None

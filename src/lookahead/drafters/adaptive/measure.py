@@ -1,4 +1,4 @@
-"""Measures the cost curve of a target, and compiles the drafter's code.
+"""Measures the cost curve of a target and the cost of a light head, and compiles the drafter's code.
 
 The adaptive drafter itself drafts the timed steps, so their cost includes drafting. However, the
 emitted tokens are not the target's: each step emits the first child of the root, so that the next root has already
@@ -24,6 +24,7 @@ from ...jit import compile_ahead
 from .cost import CostCurve
 from .draft_state import AdaptiveDraftState
 from .drafter import Adaptive
+from .sources.light_head import READ, LightHead
 from .state import AdaptiveState
 
 #: Numbers of rows to measure, the most informative first.
@@ -40,6 +41,8 @@ SEQUENCES = (4, 16, 64)
 PATIENCE = 2.0
 #: Rounds; each has one step of one row and one step of k rows.
 ROUNDS = 5
+#: Rounds for a light head; each has one plain step and one call.
+HEAD_ROUNDS = 8
 #: The faster half of the rounds is steady if its slowest took at most this many times its fastest.
 STEADY = 1.15
 #: Correction for long runs on a CPU: the measurement runs for two seconds at the highest clock, and only the faster
@@ -79,14 +82,15 @@ class Measurement:
             spent: seconds of each step; the mean of the faster half counts.
             plain: seconds of interleaved plain steps, relative to which the cost is computed.
         """
-        seconds = self._of_half(spent)
+        seconds = self.of_half(spent)
         if plain:
-            seconds *= self.seconds[(*point[:2], 1)] / self._of_half(plain)
+            seconds *= self.seconds[(*point[:2], 1)] / self.of_half(plain)
         self.seconds[point] = seconds
         if self._progress is not None:
             self._progress(*point, seconds)
 
-    def _of_half(self, spent: Sequence[float]) -> float:
+    def of_half(self, spent: Sequence[float]) -> float:
+        """The mean of the faster half, which also shows whether the measurement is steady."""
         half = sorted(spent)[: max(1, len(spent) // 2)]
         self.steady &= half[-1] <= STEADY * half[0]
         return fmean(half)
@@ -186,6 +190,36 @@ def measure(
             target.release(0)
     _time_sequences(target, result, fitting[0], sequences, rounds, end)
     return result
+
+
+def measure_head(target: Target, head: LightHead) -> float | None:
+    """The time of a call of a light head, in plain steps of the target.
+
+    Each call follows a step, which evicts the processor's caches as in decoding.
+
+    Args:
+        target: the target of the head's model; slot 0 must be free, and is free afterwards.
+        head: the head.
+
+    Returns:
+        The cost; None if other work disturbed the measurement.
+    """
+    result = Measurement()
+    discard = _discarded(target)
+    state = np.zeros((1, head.hidden), np.float32)
+    steps = list[float]()
+    calls = list[float]()
+    try:
+        target.prefill([(0, [0])])
+        for _ in range(discard + HEAD_ROUNDS):
+            steps.append(_plain_step(target, [0]))
+            begin = perf_counter()
+            head.guess(state, [0], READ)
+            calls.append(perf_counter() - begin)
+    finally:
+        target.release(0)
+    cost = result.of_half(calls[discard:]) / result.of_half(steps[discard:])
+    return cost if result.steady else None
 
 
 def positions_needed(target: Target, rows: Sequence[int], rounds: int) -> int:

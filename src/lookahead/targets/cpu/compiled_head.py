@@ -144,6 +144,7 @@ class CompiledHead:
         output: Array,
         embed: Callable[[Sequence[int]], Array],
     ) -> None:
+        self.shape = weights.shape
         self.hidden = weights.hidden
         self.levels = weights.levels
         self.shortlist = weights.shortlist

@@ -48,11 +48,13 @@ class LightHead(Protocol):
     """A head for one model.
 
     Attributes:
+        hidden: size of a hidden state.
         levels: number of levels that it was trained for.
         counts: "greedy" and "sampled" -> (hits, trials) of its buckets, each (levels, kinds).
-        cost: seconds of a call in plain steps of the model.
+        cost: the cost of a call in plain steps of the model; from the cost curve, because it decides rows.
     """
 
+    hidden: int
     levels: int
     counts: Mapping[str, tuple[Any, Any]]
     cost: float
