@@ -44,7 +44,7 @@ from .calibration import (
     STATES,
     ZONE,
 )
-from .memory import BY_ARRAY, CORPUS, SUFFIX, Memory, index_of, unpack
+from .memory import BY_ARRAY, CORPUS, SUFFIX, TO_ASK, Memory, index_of, unpack
 from .rows import choose, pays
 from .sources import base_table, logit_cache
 from .sources.light_head import GAINS, combine, guess_level
@@ -52,8 +52,8 @@ from .sources.suffix import match
 
 #: The sources are asked under a row once its probability times this factor is the largest in the heap.
 EXPANSION_FACTOR = 0.5
-#: Return values of ``grow`` other than depths.
-COMPLETE, GUESS_WANTED = -1, -2
+#: Return values of ``grow``: the tree is complete, or the row ``step.wanted`` needs guesses of the head or noise.
+COMPLETE, GUESS_WANTED, NOISE_WANTED = 0, 1, 2
 #: Edges with a smaller probability are ignored.
 MIN_PROBABILITY = 0.002
 
@@ -187,41 +187,43 @@ def _expand(memory: Memory, node: int) -> int:
     proposals = memory.tree.proposals[node]
     edges = memory.tree.edges[node]
 
-    # Scale the probabilities if their sum exceeds the limit. Costs are negative, so that the likeliest come first.
+    # Scale the probabilities if their sum exceeds the limit.
     total = 0.0
     for i in range(row.proposals):
         total += probability_of(memory, row, proposals[i])
-    scale = -row.probability if total <= MAX_PROBABILITY else -row.probability * MAX_PROBABILITY / total
+    scale = row.probability if total <= MAX_PROBABILITY else row.probability * MAX_PROBABILITY / total
 
-    # Insertion sort by cost, then by token.
+    # Insertion sort by the probability of the path, then by token.
     count = 0
     for i in range(row.proposals):
-        probability, token = probability_of(memory, row, proposals[i]), proposals[i].token
-        if probability > MIN_PROBABILITY:
-            cost = probability * scale
+        own, token = probability_of(memory, row, proposals[i]), proposals[i].token
+        if own > MIN_PROBABILITY:
+            probability = own * scale
             index = count
-            while index > 0 and (
-                edges[index - 1].cost > cost
-                or (edges[index - 1].cost == cost and edges[index - 1].token > token)
-            ):
-                edges[index].cost, edges[index].token = edges[index - 1].cost, edges[index - 1].token
+            while index > 0:
+                before = edges[index - 1]
+                if before.probability > probability:
+                    break
+                if before.probability == probability and before.token <= token:
+                    break
+                edges[index].probability, edges[index].token = before.probability, before.token
                 index -= 1
-            edges[index].cost, edges[index].token = cost, token
+            edges[index].probability, edges[index].token = probability, token
             count += 1
     row.edges = count
     return count
 
 
 @compiled
-def _before(waiting: Any, cost: float, row: int, edge: int) -> bool:
+def _before(waiting: Any, probability: float, row: int, edge: int) -> bool:
     """Whether an entry of the heap comes before the given one.
 
-    At equal cost, rows to ask come first, latest first; then edges, by row.
+    At equal probability, rows to ask come first, latest first; then edges, by row.
     """
-    if waiting.cost != cost:
-        return bool(waiting.cost < cost)
-    if waiting.edge < 0 or edge < 0:
-        return bool(waiting.edge < 0 and (edge >= 0 or waiting.row > row))
+    if waiting.probability != probability:
+        return bool(waiting.probability > probability)
+    if waiting.edge == TO_ASK or edge == TO_ASK:
+        return bool(waiting.edge == TO_ASK and (edge != TO_ASK or waiting.row > row))
     if waiting.row != row:
         return bool(waiting.row < row)
     return bool(waiting.edge < edge)
@@ -231,12 +233,12 @@ def _before(waiting: Any, cost: float, row: int, edge: int) -> bool:
 def _comes_first(heap: Any, one: int, other: int) -> bool:
     """Whether one entry of the heap comes before another."""
     entry = heap[other]
-    return _before(heap[one], entry.cost, int64(entry.row), int64(entry.edge))
+    return _before(heap[one], entry.probability, int64(entry.row), int64(entry.edge))
 
 
 @compiled
-def _set(entry: Any, cost: float, row: int, edge: int) -> None:
-    entry.cost = cost
+def _set(entry: Any, probability: float, row: int, edge: int) -> None:
+    entry.probability = probability
     entry.row = row
     entry.edge = edge
 
@@ -244,11 +246,11 @@ def _set(entry: Any, cost: float, row: int, edge: int) -> None:
 @compiled
 def _copy(heap: Any, to: int, source: int) -> None:
     entry = heap[source]
-    _set(heap[to], entry.cost, int64(entry.row), int64(entry.edge))
+    _set(heap[to], entry.probability, int64(entry.row), int64(entry.edge))
 
 
 @compiled
-def _replace_first(heap: Any, size: int, cost: float, row: int, edge: int) -> None:
+def _replace_first(heap: Any, size: int, probability: float, row: int, edge: int) -> None:
     """Replace the first entry of a heap of ``size`` entries (sift down)."""
     index = 0
     while 2 * index + 1 < size:
@@ -256,30 +258,30 @@ def _replace_first(heap: Any, size: int, cost: float, row: int, edge: int) -> No
         right = below + 1
         if right < size and _comes_first(heap, right, below):
             below = right
-        if not _before(heap[below], cost, row, edge):
+        if not _before(heap[below], probability, row, edge):
             break
         _copy(heap, index, below)
         index = below
-    _set(heap[index], cost, row, edge)
+    _set(heap[index], probability, row, edge)
 
 
 @compiled
 def _drop_first(sizes: Any, heap: Any) -> None:
     sizes.heap -= 1
     last = heap[sizes.heap]
-    _replace_first(heap, sizes.heap, last.cost, int64(last.row), int64(last.edge))
+    _replace_first(heap, sizes.heap, last.probability, int64(last.row), int64(last.edge))
 
 
 @compiled
-def _push(heap: Any, size: int, cost: float, row: int, edge: int) -> None:
+def _push(heap: Any, size: int, probability: float, row: int, edge: int) -> None:
     index = size
     while index > 0:
         above = (index - 1) // 2
-        if _before(heap[above], cost, row, edge):
+        if _before(heap[above], probability, row, edge):
             break
         _copy(heap, index, above)
         index = above
-    _set(heap[index], cost, row, edge)
+    _set(heap[index], probability, row, edge)
 
 
 @compiled
@@ -336,41 +338,37 @@ def wants_guess(memory: Memory, node: int) -> bool:
 
 @compiled
 def _take(memory: Memory, limit: int, max_depth: int) -> int:
-    """Take rows from the heap, likeliest first, until the tree is complete.
-
-    Returns ``COMPLETE``, ``GUESS_WANTED``, or the depth at which the sources need noise that is not in
-    ``memory.noise`` yet.
-    """
+    """Take rows from the heap, likeliest first, until the tree is complete. Returns what ``grow`` does."""
     tree = memory.tree
     sizes = tree.sizes[0]
     nodes = tree.nodes
     heap = tree.heap
     while sizes.heap > 0 and sizes.rows < limit:
-        cost, node, edge = heap[0].cost, int64(heap[0].row), int64(heap[0].edge)
+        probability, node, edge = heap[0].probability, int64(heap[0].row), int64(heap[0].edge)
         # A row to ask: its likeliest edge takes its place in the heap.
-        if edge < 0:
+        if edge == TO_ASK:
+            memory.step[0].wanted = node
             if lacks_noise(memory, int64(nodes[node].depth)):
-                return int64(nodes[node].depth)
+                return NOISE_WANTED
             if wants_guess(memory, node):
-                memory.step[0].wanted = node
                 return GUESS_WANTED
             if _expand(memory, node):
-                _replace_first(heap, sizes.heap, tree.edges[node, 0].cost, node, 0)
+                _replace_first(heap, sizes.heap, tree.edges[node, 0].probability, node, 0)
             else:
                 _drop_first(sizes, heap)
             continue
         # An edge: it becomes a row, and the next edge of its parent takes its place.
-        if not pays(memory, sizes.rows, -cost):
+        if not pays(memory, sizes.rows, probability):
             break
         token = int64(tree.edges[node, edge].token)
         if edge + 1 < nodes[node].edges:
-            _replace_first(heap, sizes.heap, tree.edges[node, edge + 1].cost, node, edge + 1)
+            _replace_first(heap, sizes.heap, tree.edges[node, edge + 1].probability, node, edge + 1)
         else:
             _drop_first(sizes, heap)
         row = sizes.rows
-        depth = add(memory, node, token, -cost)
+        depth = add(memory, node, token, probability)
         if depth < max_depth:
-            _push(heap, sizes.heap, cost * memory.step[0].expansion_factor, row, -1)
+            _push(heap, sizes.heap, probability * memory.step[0].expansion_factor, row, TO_ASK)
             sizes.heap += 1
     return COMPLETE
 
@@ -382,18 +380,18 @@ def grow(packed: Any, limit: int, max_depth: int, fresh: bool) -> int:
     Growth ends early when no further row can pay off (``rows.pays``).
 
     Returns:
-        ``COMPLETE``; ``GUESS_WANTED`` if the light head must guess under the row ``step.wanted``; or a depth of at
-        least 0 at which noise is missing. The caller then provides the guesses or the noise and calls again with
-        ``fresh`` False to continue the same tree.
+        ``COMPLETE``; ``GUESS_WANTED`` if the light head must guess under the row ``step.wanted``; ``NOISE_WANTED`` if
+        the noise at the depth of that row is not in ``memory.noise`` yet. The caller then provides the guesses or the
+        noise and calls again with ``fresh`` False to continue the same tree.
     """
     memory = unpack(packed)
     tree = memory.tree
     if fresh:
         tree.sizes[0].rows = 0
         add(memory, -1, memory.step[0].last, 1.0)
-        _set(tree.heap[0], -1.0, 0, -1)
+        _set(tree.heap[0], 1.0, 0, TO_ASK)
         tree.sizes[0].heap = 1
-    missing = _take(memory, limit, max_depth) if max_depth >= 1 else COMPLETE
-    if missing == COMPLETE:
+    result = _take(memory, limit, max_depth) if max_depth >= 1 else COMPLETE
+    if result == COMPLETE:
         memory.step[0].chosen = choose(memory)
-    return missing
+    return result

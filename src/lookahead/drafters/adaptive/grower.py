@@ -108,6 +108,7 @@ class Grower:
         )
         self._guess_depth = step["guess_depth"]
         self._guess_price = step["guess_price"]
+        self._wanted = step["wanted"]
         self._rate[0] = self._bias[0] = 1.0
 
         # The arrays of compiled code.
@@ -296,15 +297,16 @@ class Grower:
         with self._lock:
             self._catch_up()
             self._refer()
-            missing = growing.grow(self._packed, limit, max_depth, True)
-            while missing != growing.COMPLETE:
-                if guesses is not None and missing == growing.GUESS_WANTED:
+            result = growing.grow(self._packed, limit, max_depth, True)
+            while result != growing.COMPLETE:
+                if result == growing.NOISE_WANTED:
+                    self._keep_noise(int(self._depth[self._wanted[0]]))
+                else:
+                    assert guesses is not None
                     guesses.guess(self.memory, self.hidden)
                     if guesses.is_full:
                         self._guess_depth[0] = 0
-                else:
-                    self._keep_noise(int(missing))
-                missing = growing.grow(self._packed, limit, max_depth, False)
+                result = growing.grow(self._packed, limit, max_depth, False)
         self.rows = int(self._tree_rows[0])
         return int(self._chosen[0])
 

@@ -68,11 +68,16 @@ PROPOSAL = record(
 )
 #: A token that followed the longest suffix match (-1 for none), and its bucket.
 MATCH = record(token="i4", bucket="i4")
-#: A proposal that may become a row; ``cost`` is minus the probability of its path from the root.
-EDGE = record(cost="f8", token="i8")
-#: An entry of the heap, smallest cost first: an edge of a row, or the row itself (``edge`` = -1) while its edges are
-#: not known yet.
-HEAP_ENTRY = record(cost="f8", row="i4", edge="i4")
+#: A proposal that may become a row, with the probability of its path from the root.
+EDGE = record(probability="f8", token="i8")
+#: An entry of the heap, largest probability first.
+HEAP_ENTRY = record(
+    probability="f8",
+    row="i4",
+    edge="i4",  # the index of an edge of the row, or ``TO_ASK``
+)
+#: Instead of an edge: the row itself, whose sources have not been asked yet.
+TO_ASK = -1
 #: Rows of the tree and entries of the heap so far.
 SIZES = record(rows="i8", heap="i8")
 
@@ -110,7 +115,7 @@ STEP = record(
     bias="f8",  # correction of the probabilities by recent acceptance (``rows``)
     guess_depth="i8",  # the light head guesses only under rows of a smaller depth; 0 for none
     guess_price="f8",  # the gain from which a guess pays off, in tokens
-    wanted="i8",  # set by ``grow``: the row under which the head must guess
+    wanted="i8",  # set by ``grow``: the row under which the head must guess, or whose noise is missing
     chosen="i8",  # set by ``grow``: the number of rows that pay off
 )
 
