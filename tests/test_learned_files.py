@@ -27,7 +27,8 @@ from lookahead.learning.openings import CODE_FRAMES, CODE_TASKS, FRAMES, OTHERS,
 from lookahead.learning.self_text import Writer
 from lookahead.learning.table_learner import Goal, Learner
 from lookahead.learning.text_parts import ANSWER, KINDS, LOCK_FILE, OWN_ANSWER, REQUEST, Folder, Text
-from lookahead.learning.train_head import Training, TrainSettings
+from lookahead.learning.train_head import Training
+from lookahead.learning.train_settings import TrainSettings
 from lookahead.models.head_file import HeadWeights
 from lookahead.targets.cpu.cpu_target import CpuTarget
 from lookahead.targets.light_head import make_head

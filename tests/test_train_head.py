@@ -21,7 +21,8 @@ from lookahead.learning.head_learner import HeadLearner
 from lookahead.learning.hidden_states import collect, states_of
 from lookahead.learning.table import MOST_TRIALS
 from lookahead.learning.text_parts import Folder
-from lookahead.learning.train_head import Training, TrainSettings
+from lookahead.learning.train_head import Training
+from lookahead.learning.train_settings import TrainSettings
 from lookahead.models.head_file import load_head
 from lookahead.targets import light_head
 from lookahead.targets.cpu.cpu_target import CpuTarget

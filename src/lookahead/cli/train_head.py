@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..engine.prompts import has_chat_template
+from ..learning.train_settings import TrainSettings
 from ..options import LoadOptions
 from .adapter import with_options
 from .console import Interrupted, LongProgress, note
@@ -21,11 +22,7 @@ def train_head(
     tokens: Annotated[
         int, typer.Option(help="Train on this many tokens of the model's own output, earlier runs included.")
     ] = 1_000_000,
-    levels: Annotated[int, typer.Option(help="How many tokens ahead the head learns to guess.")] = 2,
-    shortlist: Annotated[int, typer.Option(help="How many tokens of the vocabulary it can guess.")] = 8192,
-    width: Annotated[int, typer.Option(help="Width of its block.")] = 1024,
-    epochs: Annotated[float, typer.Option(help="Passes over the text.")] = 2.0,
-    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
+    settings: TrainSettings,
     output: Annotated[
         Path | None, typer.Option(help="The head's file. [default: a file that head=auto finds]")
     ] = None,
@@ -38,9 +35,7 @@ def train_head(
     no data and does not affect the output. Ctrl-C interrupts any stage; the same command continues it.
     """
     from ..learning.head_learner import HeadLearner
-    from ..learning.train_head import TrainSettings
 
-    settings = TrainSettings(shortlist=shortlist, width=width, levels=levels, epochs=epochs, rate=rate)
     llm = load_model(load)
     learner = HeadLearner(llm, tokens, settings, output, note)
     if not has_chat_template(llm.tokenizer):

@@ -18,7 +18,8 @@ from .head_data import Positions
 from .hidden_states import check_room, collect
 from .self_text import Writer, check_folder, check_output, check_same_model
 from .text_parts import Folder
-from .train_head import Training, TrainSettings
+from .train_head import Training
+from .train_settings import TrainSettings
 
 if TYPE_CHECKING:
     from ..llm import LLM

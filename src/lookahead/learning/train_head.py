@@ -34,10 +34,11 @@ from torch.nn.functional import linear
 from ..core import SettingsError
 from ..core.errors import first_line
 from ..drafters.adaptive.sources.light_head import READ_SAMPLED
-from ..models.head_file import BLOCK, MAX_LEVELS, HeadWeights
+from ..models.head_file import HeadWeights
 from ..records import CONTINUES, not_writable, replacing
 from ..targets.head_network import HeadNetwork
 from .head_data import Array, Positions, Report
+from .train_settings import TrainSettings
 
 #: The dtypes of matrix products, by name.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -49,50 +50,6 @@ WARM_UP = 50
 LAST_RATE = 0.02
 #: Largest norm of the gradient; larger gradients are scaled down.
 CLIP = 1.0
-
-
-@dataclass(frozen=True)
-class TrainSettings:
-    """Training settings.
-
-    Attributes:
-        shortlist: number of tokens that the head can guess, the most frequent ones of the text.
-        width: width of the hidden layer, between gate and down.
-        levels: number of levels to train.
-        epochs: number of passes over all positions.
-        rate: the peak learning rate.
-        decay: the weight of each level's loss relative to the level before.
-        deep: the share of a step's positions on which the levels after the first are trained.
-        batch: number of positions per step, in runs of ``run`` consecutive positions.
-        run: see ``batch``.
-        seed: seed of the order of the positions and of the initial weights.
-
-    Raises:
-        SettingsError: a value is out of range.
-    """
-
-    shortlist: int = 8192
-    width: int = 1024
-    levels: int = 2
-    epochs: float = 2.0
-    rate: float = 2e-3
-    decay: float = 0.5
-    deep: float = 0.25
-    batch: int = 1024
-    run: int = 16
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        limits = {"shortlist": (1, 1 << 20), "width": (BLOCK, 1 << 16), "levels": (1, MAX_LEVELS)}
-        limits |= {"batch": (1, 1 << 20), "run": (1, 1 << 10), "seed": (0, 1 << 62)}
-        for name, (low, high) in limits.items():
-            if not low <= getattr(self, name) <= high:
-                raise SettingsError(f"{name} must be {low} to {high}, got {getattr(self, name)}")
-        for name in ("epochs", "rate", "decay", "deep"):
-            if not 0 < getattr(self, name) < 1e4:
-                raise SettingsError(f"{name} must be a positive number, got {getattr(self, name)}")
-        if self.width % BLOCK:
-            raise SettingsError(f"width must be a multiple of {BLOCK}, got {self.width}")
 
 
 @dataclass(frozen=True)
@@ -333,7 +290,7 @@ class Training:
         try:
             with safe_open(self.file, "pt", device=str(self.device)) as file:
                 texts = file.metadata() or {}
-                if texts["identity"] != self._identity:
+                if json.loads(texts["identity"]) != json.loads(self._identity):
                     self.notes.append(
                         "the checkpoint belongs to different text or settings; training starts from the beginning"
                     )
