@@ -20,7 +20,7 @@ from lookahead.drafters.adaptive.memory import NODE, SIZES, STEP
 from lookahead.drafters.adaptive.rows import EXPLORATION, RowRule, choose, pays, window_pays
 from lookahead.engine.admission import Admission
 from lookahead.integrations.llamacpp.library import Weights
-from lookahead.targets.costs import runs_on
+from lookahead.targets.model_curves import runs_on
 from lookahead.targets.paths import make_target
 from lookahead.testing import FakeTarget, repetitive_text, run
 

@@ -20,9 +20,9 @@ from lookahead.drafters.adaptive.measure import Measurement
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.engine.admission import Admission
 from lookahead.options import MachineOptions, Options
-from lookahead.targets import costs
-from lookahead.targets.costs import config_key, cost_path, curve_of, model_key, runs_on
+from lookahead.targets import model_curves
 from lookahead.targets.cuda_graphs import division
+from lookahead.targets.model_curves import config_key, cost_path, curve_of, model_key, runs_on
 from lookahead.testing import FakeTarget
 
 CURVE = CostCurve({64: {1: 1.0, 4: 1.2, 8: 1.6}, 512: {1: 1.0, 4: 1.4}}, {4: 1.3, 16: 3.0}, 0.04, 0.003)
@@ -48,9 +48,9 @@ def loaded(toy_plain):
 @pytest.fixture
 def llm(loaded, cache):
     """A model whose cost curve is unknown."""
-    costs.forget_curves(loaded.model)
+    model_curves.forget_curves(loaded.model)
     yield loaded
-    costs.forget_curves(loaded.model)
+    model_curves.forget_curves(loaded.model)
 
 
 def call(*arguments):
@@ -197,7 +197,7 @@ def test_targets_whose_steps_differ_in_cost_have_separate_curves(llm, monkeypatc
             curves.append(admission(request, target).cost_curve.cost(4))
         assert curves == pytest.approx([1 + 1.25 * 0.6, 1 + 1.25 * 0.7])
         if not load_again:
-            costs.forget_curves(llm.model)  # as in another process
+            model_curves.forget_curves(llm.model)  # as in another process
     assert measured == list(targets)
 
 
@@ -259,7 +259,7 @@ def test_without_tuning_the_engine_measures_once(llm, monkeypatch):
     llm.generate([5, 6, 7], max_new_tokens=5, drafter=lookahead.Adaptive(state=AdaptiveState()))
     assert len(calls) == 1
     assert load_curve(model_key(llm.model, llm.target().path)) is not None
-    costs.forget_curves(llm.model)  # as in another process
+    model_curves.forget_curves(llm.model)  # as in another process
     llm.generate([5, 6, 7], max_new_tokens=5)
     assert len(calls) == 1
 
@@ -279,7 +279,7 @@ def test_a_disturbed_measurement_counts_where_rows_cost_more_than_usual(
     monkeypatch.setattr(target, "runs_compiled", compiled)
     monkeypatch.setattr(measure, "perf_counter", lambda: target.now)
     monkeypatch.setattr(measure, "STEADY", 0.0)
-    curve = costs._load_or_measure(target, "a", pytest.fail, "cpu")
+    curve = model_curves._load_or_measure(target, "a", pytest.fail, "cpu")
     assert (curve.cost(4), curve.cost(8)) == pytest.approx(expected)
     assert load_curve("a") is None
 
@@ -300,7 +300,7 @@ def test_rows_are_assumed_nearly_free_on_a_gpu():
 @pytest.mark.parametrize(("device", "cost"), [("cuda", 1.2), ("gpu", 1.2), ("cpu", 2.26)])
 def test_a_model_that_cannot_be_measured_has_the_guess_for_its_device(cache, device, cost):
     target = FakeTarget(500, max_positions=64)  # too short for a measurement
-    curve = costs._load_or_measure(target, "a", pytest.fail, device)
+    curve = model_curves._load_or_measure(target, "a", pytest.fail, device)
     assert curve.cost(64) == pytest.approx(cost)
 
 
@@ -318,7 +318,7 @@ def test_sizes_without_memory_are_left_out(cache):
     assert set(curve.sequences) == {4, 16}
     assert target.committed == {}
     for rows in (0, 1):
-        none = costs._load_or_measure(Small(512, max_rows=rows), f"b{rows}", pytest.fail, "cpu")
+        none = model_curves._load_or_measure(Small(512, max_rows=rows), f"b{rows}", pytest.fail, "cpu")
         assert none.cost(64) == CostCurve.unmeasured(False).cost(64)
         assert load_curve(f"b{rows}") is None
 
@@ -446,7 +446,7 @@ def test_a_full_row_budget_fits_in_one_captured_pass(sequences):
 
 @pytest.mark.parametrize(("captures", "budget"), [(True, 5 * 32), (False, 5 * 51)])
 def test_the_row_budget_depends_on_whether_passes_are_captured(llm, monkeypatch, captures, budget):
-    monkeypatch.setattr(costs, "curve_of", lambda *given: CostCurve({0: {1: 1.0, 64: 1.0}}))
+    monkeypatch.setattr(model_curves, "curve_of", lambda *given: CostCurve({0: {1: 1.0, 64: 1.0}}))
     admission = Admission(llm.model, llm.probe, llm.target)
     target = FakeTarget()
     target.captures = captures
@@ -468,7 +468,7 @@ def test_the_row_budget_depends_on_whether_passes_are_captured(llm, monkeypatch,
 def test_a_server_takes_its_row_budget_from_the_curve(llm, monkeypatch, on_gpu, curve, drafter, budget):
     llm = lookahead.LLM(llm.model, drafter=drafter)
     monkeypatch.setattr(Admission, "_on_gpu", on_gpu)
-    monkeypatch.setattr(costs, "curve_of", lambda *given: curve)
+    monkeypatch.setattr(model_curves, "curve_of", lambda *given: curve)
     engine = llm.engine(row_budget=None)
     if curve is not None:
         engine.add(llm.prepare([5, 6, 7], Options(max_new_tokens=2)))

@@ -314,7 +314,7 @@ def test_the_text_on_convergence_follows_from_the_counts():
     said = dynamics.convergence_text({"code": [text], "maths": [text | {"new_tokens": 61}]})
     assert "here it is 9 % and 39 %." in said
     assert "S is 1.00 to 1.50. From 0 to 7 iterations" in said
-    assert "grows by 42 % of the block, that of emitted tokens among them by 35 %." in said
+    assert "grows by 42 percentage points, that of emitted tokens among them by 35." in said
 
 
 def test_missing_weights_are_said_before_the_measurement(tmp_path):

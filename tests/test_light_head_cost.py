@@ -12,11 +12,11 @@ from lookahead.core import SettingsError
 from lookahead.drafters import Adaptive
 from lookahead.drafters.adaptive import measure
 from lookahead.drafters.adaptive.cost import TYPICAL_HEAD, CostCurve, curve_file, load_curve, save_curve
-from lookahead.targets import costs, light_head
-from lookahead.targets.costs import cost_path, model_key
+from lookahead.targets import light_head, model_curves
 from lookahead.targets.cpu.compiled_head import CompiledHead
 from lookahead.targets.cpu.packed_model import quantize_model
 from lookahead.targets.light_head import head_of
+from lookahead.targets.model_curves import cost_path, model_key
 from lookahead.targets.paths import probe
 from lookahead.testing import FakeTarget, tiny_model
 from test_light_head import HIDDEN, weights
@@ -48,7 +48,7 @@ def forgotten(llm):
 
 def forget(llm):
     """As in another process, nothing is known but what is saved."""
-    costs.forget_curves(llm.model)
+    model_curves.forget_curves(llm.model)
     light_head._of_models.pop(llm.model, None)
 
 

@@ -645,7 +645,7 @@ class Captured(FakeTarget):
 
 @pytest.mark.parametrize("inner", [FakeTarget, Captured])
 def test_a_step_s_cost_depends_on_the_ranks_and_on_their_targets(inner):
-    from lookahead.targets.costs import cost_path
+    from lookahead.targets.model_curves import cost_path
 
     size = SimpleNamespace(size=2)
     group = SimpleNamespace(register=lambda target: 1, make_target=inner, connections=size)

@@ -445,7 +445,7 @@ class LLM:
         """
         from .drafters.adaptive.cost import save_curve
         from .drafters.adaptive.measure import measure
-        from .targets.costs import cost_path, forget_curves, model_key, runs_on
+        from .targets.model_curves import cost_path, forget_curves, model_key, runs_on
 
         target = self.target()
         measured = measure(target, rows, contexts, batches, repeats, inf, progress, runs_on(self.model))

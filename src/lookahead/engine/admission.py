@@ -91,7 +91,7 @@ class Admission:
 
     @property
     def _on_gpu(self) -> bool:
-        from ..targets.costs import runs_on_gpu  # imports numpy
+        from ..targets.model_curves import runs_on_gpu  # imports numpy
 
         return runs_on_gpu(self._model)
 
@@ -111,7 +111,7 @@ class Admission:
 
     def _cost_curve(self, target: Target) -> CostCurve:
         """The cost curve of the model on this machine, read from disk or measured now."""
-        from ..targets.costs import cost_path, curve_of  # imports numpy
+        from ..targets.model_curves import cost_path, curve_of  # imports numpy
 
         self._curve = curve_of(self._model, cost_path(target), self._make_target, _say)
         return self._curve

@@ -101,7 +101,7 @@ class Proposer:
         check(vllm_config)
         from ..drafters.adaptive.base_files import base_table_of
         from ..drafters.adaptive.state import AdaptiveState
-        from ..targets.costs import config_key
+        from ..targets.model_curves import config_key
         from .vllm_costs import StepCosts
 
         drafter = drafter_of(vllm_config)

@@ -13,7 +13,7 @@ from ..core import NumericalError, OutOfMemory, SettingsError, Target
 from ..drafters.adaptive.base_files import existing_files, table_name
 from ..models.head_file import HeadWeights, load_head
 from ..records import cache_folder
-from .costs import cost_path, head_cost
+from .model_curves import cost_path, head_cost
 from .own_model import OwnModel
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -138,7 +138,7 @@ def measure(
         rounds: steps of each size; the mean of the faster half counts.
         patience: seconds after which no further size is started; two numbers of rows are always measured.
         progress: called with (sequences, context, rows, seconds) for every size.
-        device: the type of the device that evaluates the model's layers (``targets.costs.runs_on``).
+        device: the type of the device that evaluates the model's layers (``targets.model_curves.runs_on``).
 
     Sizes that do not fit in memory are left out.
 
