@@ -100,10 +100,11 @@ $(PEERS)/.ready: $(READY)
 # The trained drafters that `make results` compares with: a million tokens of the model's own text, Medusa heads and an
 # EAGLE-style layer. An hour on two cores. An interrupted run continues with the text and states that are there.
 TRAINING := build/training
+TRAINING_TOKENS := 1000000
 SELF_TEXT := $(TRAINING)/lookahead-decoding/self-text
 drafters: $(TRAINING)/.ready
 $(TRAINING)/.ready: $(READY)
-	XDG_CACHE_HOME=$(CURDIR)/$(TRAINING) $(RUN)/python -m lookahead learn --tokens 1000000
+	XDG_CACHE_HOME=$(CURDIR)/$(TRAINING) $(RUN)/python -m lookahead learn --tokens $(TRAINING_TOKENS)
 	ln -sfn $(CURDIR)/$$(ls -d $(SELF_TEXT)/* | head -n 1) build/text
 	for drafter in medusa eagle; do $(RUN)/python -m benchmarks.drafters.$$drafter --text build/text --states $(TRAINING)/states \
 	  --epochs 0.5 || exit; done
