@@ -380,7 +380,7 @@ def test_resume_refuses_a_result_of_another_prompt(model, tmp_path):
     assert call(*base)[0] == 0
     for changed in ((a, c), (c, a, b), (b,)):  # edited, inserted, removed
         prompts(source, *changed)
-        refused(r"another prompt with id \d \(line \d\) .*; give every prompt an id", *base, "--resume")
+        refused(r"another prompt with id \d \(line \d\) .*; give every prompt a unique id", *base, "--resume")
     prompts(source, a, b, c)
     assert call(*base, "--resume")[0] == 0
     assert [record["id"] for record in lines(out)] == [1, 2, 3]
