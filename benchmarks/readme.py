@@ -25,6 +25,8 @@ RESULTS = ROOT / "docs" / "results"
 README, README_ZH = ROOT / "README.md", ROOT / "README.zh.md"
 #: The page whose table is in the README.
 PAGE = "bench-packed"
+#: The page of the larger model.
+LARGER_PAGE = "bench-larger"
 #: Numbers of prompt tokens between which plain decoding is compared with llama.cpp's server by length.
 LENGTHS = (128, 256)
 #: method in the records -> name in the README; other methods are on the page only
@@ -39,6 +41,8 @@ NAMES = {
     "prompt-lookup": "ours, prompt lookup",
     "lookahead:15,5,15": "ours, lookahead (15,5,15), the paper's",
     "adaptive": "ours, adaptive, the default",
+    "adaptive:sources": "ours, adaptive without a base table",
+    "adaptive:table": "ours, adaptive with its base table",
 }
 #: Words of the README's block -> those of README.zh.md; names of data sets, machines and software stay as they are
 CHINESE = {
@@ -84,6 +88,8 @@ CHINESE = {
     r"ours, prompt lookup": "本库，prompt lookup",
     r"ours, lookahead (\S+), the paper's": r"本库，前瞻解码 \1，论文的方法",
     r"ours, adaptive, the default": "本库，自适应，默认",
+    r"ours, adaptive without a base table": "本库，自适应，无基础表",
+    r"ours, adaptive with its base table": "本库，自适应，有基础表",
     r"\*\*Start\*\*: (.*?) from the command to the end of a completion of one token": (
         r"**启动**：从命令到输出一个 token 并结束 \1"
     ),
@@ -116,11 +122,7 @@ def speeds(facts: dict[str, Any]) -> str:
     sets = list(dict.fromkeys(line["workload"] for line in lines))
     rows = []
     for method in dict.fromkeys(line["method"] for line in lines):
-        head, _, file = method.partition(":")
-        file, _, mode = file.partition(":")
-        details = [suffix[1:] for suffix in Path(file).suffixes[-2:-1]]
-        details += [f"({each})" if "," in each else each for each in mode.split(":") if each]
-        name = NAMES.get(method, ", ".join([NAMES.get(head, head), *details]))
+        name = _name(method)
         own = {line["workload"]: line["all"] for line in lines if line["method"] == method}
         equal, compared = (sum(own[w][key] for w in sets) for key in ("equal", "compared"))
         rates = ["–" if own[w]["rate"] is None else f"{own[w]['rate']:.0f}" for w in sets]
@@ -135,6 +137,18 @@ def speeds(facts: dict[str, Any]) -> str:
         s = "–" if total["s_steps"] is None else f"{total['s_steps']:.2f}"
         rows.append([name, *rates, times, runs, s, f"{equal} of {compared}" if compared else failed or "–"])
     return markdown_table(["tokens/s", *sets, "times plain (95 %)", "runs", "S", "equal"], rows)
+
+
+def _name(method: str) -> str:
+    """The name of a method in the README."""
+    name = NAMES.get(method) or NAMES.get(method.partition("=")[0])
+    if name is not None:
+        return name
+    head, _, file = method.partition(":")
+    file, _, mode = file.partition(":")
+    details = [suffix[1:] for suffix in Path(file).suffixes[-2:-1]]
+    details += [f"({each})" if "," in each else each for each in mode.split(":") if each]
+    return ", ".join([NAMES.get(head, head), *details])
 
 
 def slower(facts: dict[str, Any]) -> str:
@@ -291,6 +305,11 @@ def with_blocks(text: str, words: Mapping[str, str] = MappingProxyType({})) -> s
         page = RESULTS / "records" / f"{PAGE}.jsonl.gz"
         if native and page.is_file():
             blocks["speeds"] += " " + by_length(committed.read(page)[1])
+    page = RESULTS / f"{LARGER_PAGE}.json"
+    if page.is_file():
+        facts = json.loads(page.read_text())
+        where = f"{facts['where']} ([the page](docs/results/{LARGER_PAGE}.md)). {facts['busy']}".strip()
+        blocks["larger"] = f"{_size(facts['command'])}{where}\n\n{speeds(facts)}"
     page = RESULTS / "startup.json"
     if page.is_file():
         served = RESULTS / "serve.json"

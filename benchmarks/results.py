@@ -74,6 +74,8 @@ TRIED = {
 }
 #: Stands for the fastest of them in a step's words.
 FASTEST = "fastest"
+#: The default drafter for a model without a base table.
+NO_TABLE = "adaptive:sources=suffix+logits+jacobi"
 #: Data sets of llama.cpp's own examples.
 EXAMPLES = ("stdlib", "humaneval", "mt-bench")
 #: Weights of the trained drafters.
@@ -243,6 +245,8 @@ NOTES = {
     "compressed format (NNCF) and the precision of its key-value cache were not varied. In README's table, it has "
     "the fastest precision and setting of this page, over all prompts; settings whose speeds are within a few "
     "percent are a tie.",
+    readme.LARGER_PAGE: "All methods read the same file. The package includes no base table for this model: "
+    "adaptive:sources=... has none, and adaptive:table=... has the one that `lookahead learn` makes in ten minutes.",
     "bench-bf16": "hf-compiled is transformers with torch.compile and a static cache of 1024 positions; its "
     "compilation is not counted.",
 }
@@ -298,6 +302,7 @@ class Sources:
     model: Path | None = None  # the default model's file
     llamacpp_bin: Path | None = None  # folder of llama.cpp's programs
     text: Path = Path("build/text")  # the model's own output, for the datastore of REST
+    larger: Path | None = None  # a larger model's file; its base table is beside it
 
     @property
     def most(self) -> int:
@@ -321,6 +326,10 @@ def steps(given: Sources) -> list[Step]:
 
     # Methods side by side, start-up, llama.cpp's own programs, the server and the row rule.
     planned += _packed(given) if model is not None else []
+    if given.larger is None:
+        _left_out(readme.LARGER_PAGE, why="--larger must name a GGUF file; `make larger` brings one")
+    else:
+        planned.append(_larger(given, given.larger))
     words: list[Any] = []
     if model is not None and given.llamacpp_bin is not None and has_llama_cpp:
         words = ["--bin", given.llamacpp_bin, "--model", model]
@@ -404,7 +413,7 @@ def _packed(given: Sources) -> list[Step]:
         planned.append(_to_records(OPENVINO_PAGE, [*words, *SHORT], 0.5 * given.limit))
     # page, format, temperature, prompts of each set, minutes for one of them
     for name, kind, temperature, limit, minutes in (
-        ("bench-packed", "Q4_0", 0.0, given.most, 3.1),
+        ("bench-packed", "Q4_0", 0.0, given.most, 2.2),
         ("bench-packed-q4_k_m", "Q4_K_M", 0.0, given.half, 1.3),
         ("bench-packed-sampled", "", 0.7, given.half, 0.75),
         ("bench-packed-head", "", 0.0, given.half, 0.6),
@@ -434,8 +443,18 @@ def _packed(given: Sources) -> list[Step]:
             methods += [f"{head}:{file}:{FASTEST}" for head in TRIED]
         words = _beside(file, SETS, given, limit, REPEATS, methods)
         words += ["--temperature", str(temperature)] if temperature else []
+        words += ["--once", PAPERS] if PAPERS in methods else []
         planned.append(_to_records(name, words, minutes * limit))
     return planned
+
+
+def _larger(given: Sources, file: Path) -> Step:
+    """A larger model beside llama.cpp in the same file, with and without a base table."""
+    methods = ["prompt-lookup", NO_TABLE, f"adaptive:table={file.with_suffix('.safetensors')}"]
+    if given.llamacpp_bin is not None:
+        methods += [f"{LLAMA_SERVER}:{file}", f"{LLAMA_SERVER}:{file}:{MODES[-1]}"]
+    words = _beside(file, FEW, given, given.half, REPEATS, methods)
+    return _to_records(readme.LARGER_PAGE, words, 2.3 * given.half)
 
 
 def _beside_transformers(given: Sources) -> Step:
@@ -512,6 +531,12 @@ def main(words: Sequence[str] | None = None) -> int | str:
         help="the model's own output, for the page of trained drafters",
     )
     parser.add_argument(
+        "--larger",
+        type=Path,
+        metavar="FILE",
+        help="larger model; its base table is FILE with .safetensors",
+    )
+    parser.add_argument(
         "--readme", action="store_true", help="measure nothing; write the figures that README and docs quote"
     )
     given = parser.parse_args(words)
@@ -527,7 +552,14 @@ def main(words: Sequence[str] | None = None) -> int | str:
             )
         if given.llamacpp_bin is not None:
             os.environ["LLAMACPP_BIN"] = str(given.llamacpp_bin.resolve())
-        found = Sources(given.data, given.limit, default_file(), given.llamacpp_bin, given.text)
+        for file in [given.larger, given.larger.with_suffix(".safetensors")] if given.larger else []:
+            if not file.is_file():
+                parser.error(
+                    f"--larger must be a GGUF file with its base table beside it, {file} does not exist"
+                )
+        found = Sources(
+            given.data, given.limit, default_file(), given.llamacpp_bin, given.text, larger=given.larger
+        )
         failed = measure(found, given.only)
     for path in sorted((RESULTS / "records").glob("bench-*.jsonl.gz")):  # the report may have changed
         page = RESULTS / path.name.removesuffix(".jsonl.gz")

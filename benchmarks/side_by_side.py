@@ -20,7 +20,7 @@ from lookahead.bench.methods import Method
 from lookahead.bench.plots import can_draw
 from lookahead.bench.report import write_report
 from lookahead.cli.bench import NO_PLOTS, command_line
-from lookahead.core import LookaheadError
+from lookahead.core import LookaheadError, SettingsError
 
 from .datasets import SOURCES, load_workload
 from .gguf_peer import MissingPackage
@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add("--limit", type=int, default=10, help="prompts per workload; 0 for all")
     add("--method", action="append", help="a list of methods, can be repeated; see benchmarks/peers.py")
     add("--repeats", type=int, default=1, help="number of times each prompt is decoded")
+    add("--once", action="append", default=[], metavar="METHOD", help="decode only in the first repeat")
     add("--no-warm", action="store_true", help="only cold runs, even of methods that keep state")
     add("--max-new-tokens", type=int, default=128)
     add("--temperature", type=float, default=0.0)
@@ -88,6 +89,7 @@ def main(words: Sequence[str] | None = None) -> int:
             seed=given.seed,
             repeats=given.repeats,
             warm=not given.no_warm,
+            once=tuple(given.once),
         )
         prompts = [
             prompt
@@ -99,6 +101,9 @@ def main(words: Sequence[str] | None = None) -> int:
         methods = [
             method for name in names for method in methods_or_absent(name, model, options.warm, given.out)
         ]
+        unknown = sorted(set(options.once) - {method.label for method in methods})
+        if unknown:
+            raise SettingsError(f"--once must name methods of --method, got {', '.join(unknown)}")
         require_quiet()
         records = run(methods, prompts, model, options, Records(given.out), progress)
     except LookaheadError as error:

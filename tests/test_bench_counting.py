@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -106,6 +107,15 @@ def test_a_summary_gives_the_range_of_the_speed_up_over_runs():
     assert (plain.all.total_low, plain.all.total_high) == (1.0, 1.0)
     once = [record for record in records if record["repeat"] == 0]
     assert math.isnan(summarise(once).lines[1].all.total_low), "one run has no range"
+
+
+def test_a_slow_method_can_be_measured_in_the_first_repeat_only():
+    options = RunOptions(max_new_tokens=12, repeats=2, once=("lookahead:2,3,4",))
+    records = run(["prompt-lookup", "lookahead:2,3,4"], [CYCLE * 2], cycling(), options)
+    repeats = defaultdict(set)
+    for record in records:
+        repeats[record["method"]].add(record["repeat"])
+    assert repeats == {"plain": {0, 1}, "prompt-lookup": {0, 1}, "lookahead:2,3,4": {0}}
 
 
 def test_warm_state_begins_anew_with_every_repeat():

@@ -175,7 +175,7 @@ def plan(tmp_path, monkeypatch, capsys):
 
 OTHERS = ["dynamics", "pass-rate", "batch-size", "exact"]
 PACKED = ["bench-packed", "bench-packed-q4_k_m", "bench-packed-sampled", "bench-packed-head"]
-EVERY_PAGE = ["bench-openvino", *PACKED, "startup", "llamacpp-examples", "serve", "rows"]
+EVERY_PAGE = ["bench-openvino", *PACKED, readme.LARGER_PAGE, "startup", "llamacpp-examples", "serve", "rows"]
 EVERY_PAGE += ["packed-accuracy", "packed-step", *OTHERS, "bench-bf16", "vllm", *results.STUDY, "trained"]
 
 
@@ -183,7 +183,8 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     for weights in (*results.TRAINED, "build/text", results.VLLM_READY):
         (tmp_path / weights).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / weights).touch()
-    pages, printed = plan(["llama_cpp", "openvino_genai"], llamacpp_bin=tmp_path / "bin")
+    larger = Path("build/models/large.gguf")
+    pages, printed = plan(["llama_cpp", "openvino_genai"], llamacpp_bin=tmp_path / "bin", larger=larger)
     assert list(pages) == EVERY_PAGE
     assert not printed
     packed = " ".join(pages["bench-packed"].chosen())
@@ -194,11 +195,12 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-mod "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-map-k:3,8 "
         "openvino-greedy:build/results/SmolLM2.Q4_0.gguf:f32 "
-        "openvino-lookup:build/results/SmolLM2.Q4_0.gguf:10,3:f32 --out build/results/bench-packed"
+        "openvino-lookup:build/results/SmolLM2.Q4_0.gguf:10,3:f32 --once lookahead:15,5,15 --out build/results/bench-packed"
     )
     for name in ("bench-packed-q4_k_m", "bench-packed-sampled"):
         assert "--limit 5 --repeats 3" in " ".join(pages[name].words)
         assert "ngram-mod" not in " ".join(pages[name].words)
+    assert "adaptive:table=build/models/large.safetensors" in " ".join(pages[readme.LARGER_PAGE].words)
     assert pages["rows"].words[-2:] == ("--prompts", "5")
     tried = " ".join(pages["bench-openvino"].words)
     for head, settings in results.TRIED.items():
@@ -212,16 +214,18 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     assert "--limit 2 " in " ".join(small["bench-packed-sampled"].words)
     assert "--limit 1 " in " ".join(small["llamacpp-examples"].words)
     for limit, most in ((8, 150), (10, 170)):  # an evening on two quiet cores
-        pages, _ = plan(["llama_cpp", "openvino_genai"], limit=limit, llamacpp_bin=tmp_path / "bin")
+        pages, _ = plan(
+            ["llama_cpp", "openvino_genai"], limit=limit, llamacpp_bin=tmp_path / "bin", larger=larger
+        )
         assert 90 < sum(step.minutes for name, step in pages.items() if name != "trained") < most
 
 
 @pytest.mark.parametrize("limit", [8, 10])
 def test_the_plan_has_as_many_prompts_as_committed_records_must_have(plan, limit):
     """test_committed_records_are_whole needs this many pairs of prompt and repeat in each data set."""
-    pages, _ = plan(["llama_cpp", "openvino_genai"], limit=limit)
+    pages, _ = plan(["llama_cpp", "openvino_genai"], limit=limit, larger=Path("large.gguf"))
     with_records = [name for name in pages if name.startswith("bench-") or name in results.STUDY]
-    assert len(with_records) == 6 + len(results.STUDY)
+    assert len(with_records) == 7 + len(results.STUDY)
     for name in with_records:
         words = pages[name].words
         prompts, repeats = (
@@ -234,8 +238,11 @@ def test_the_plan_has_as_many_prompts_as_committed_records_must_have(plan, limit
 def test_what_the_plan_leaves_out_is_a_line(plan):
     pages, printed = plan(["llama_cpp"])
     assert list(pages) == [
-        name for name in EVERY_PAGE if name not in ("bench-openvino", "llamacpp-examples", "vllm", "trained")
+        name
+        for name in EVERY_PAGE
+        if name not in ("bench-openvino", readme.LARGER_PAGE, "llamacpp-examples", "vllm", "trained")
     ]
+    assert "bench-larger: left out; --larger must name a GGUF file; `make larger` brings one\n" in printed
     assert (
         "llamacpp-examples: left out; --llamacpp-bin must name the folder of llama.cpp's programs\n"
         in printed
@@ -348,7 +355,7 @@ def test_the_fastest_settings_of_openvino_go_beside_ours(plan, tmp_path):
     totals["openvino-greedy:SmolLM2.Q4_0.gguf"] = {"total": 1.1}
     (tmp_path / "bench-openvino.json").write_text(json.dumps({"overall": totals}))
     file = "build/results/SmolLM2.Q4_0.gguf"
-    assert f"openvino-greedy:{file} openvino-lookup:{file}:5,3" in step.chosen()[-3]
+    assert f"openvino-greedy:{file} openvino-lookup:{file}:5,3" in " ".join(step.chosen())
     words = step.chosen()
     command = results.command_line(list(words[2:]), f"python -m {words[1]}")
     step.page.write_text(json.dumps({"command": command, **made_here(), "figures": []}))

@@ -124,6 +124,7 @@ class RunOptions:
     seed: int = 0  # seed of the random numbers
     repeats: int = 1  # how often every prompt is decoded
     warm: bool = True  # measure methods that keep state twice: without and with the state of earlier prompts
+    once: tuple[str, ...] = ()  # labels of methods that decode each prompt only in the first repeat
 
     def __post_init__(self) -> None:
         for name, low in (("max_new_tokens", 1), ("repeats", 1), ("temperature", 0), ("top_k", 0)):

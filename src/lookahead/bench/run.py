@@ -64,7 +64,7 @@ def run(
     known = records.read() if records else []
     finished: dict[str, Record] = {record["key"]: record for record in known if not record.get("failed")}
     # Measure in the order of the plan.
-    plan = list(_plan(workload, measured, options.repeats))
+    plan = list(_plan(workload, measured, options))
     result: list[Record] = []
     warmed_up = False
     #: Prompts with existing records, which a warm method decodes before its next record.
@@ -156,11 +156,12 @@ def _identifying_fields(key: str, repeat: int, prompt: Prompt, turn: int, method
 
 
 def _plan(
-    prompts: Sequence[Prompt], methods: Sequence[Method], repeats: int
+    prompts: Sequence[Prompt], methods: Sequence[Method], options: RunOptions
 ) -> Iterator[tuple[int, int, int, Method]]:
     """(repeat, prompt number, turn, method), in the order of measurement."""
-    plain, *others = methods
-    for repeat in range(repeats):
+    plain, *all_others = methods
+    for repeat in range(options.repeats):
+        others = [each for each in all_others if not repeat or each.label not in options.once]
         for number, prompt in enumerate(prompts):
             shift = (number + repeat) % max(1, len(others))
             for turn in range(len(prompt.turns)):
