@@ -413,7 +413,7 @@ def _packed(given: Sources) -> list[Step]:
         planned.append(_to_records(OPENVINO_PAGE, [*words, *SHORT], 0.5 * given.limit))
     # page, format, temperature, prompts of each set, minutes for one of them
     for name, kind, temperature, limit, minutes in (
-        ("bench-packed", "Q4_0", 0.0, given.most, 2.2),
+        ("bench-packed", "Q4_0", 0.0, given.most, 2.1),
         ("bench-packed-q4_k_m", "Q4_K_M", 0.0, given.half, 1.3),
         ("bench-packed-sampled", "", 0.7, given.half, 0.75),
         ("bench-packed-head", "", 0.0, given.half, 0.6),
@@ -454,7 +454,7 @@ def _larger(given: Sources, file: Path) -> Step:
     if given.llamacpp_bin is not None:
         methods += [f"{LLAMA_SERVER}:{file}", f"{LLAMA_SERVER}:{file}:{MODES[-1]}"]
     words = _beside(file, FEW, given, given.half, REPEATS, methods)
-    return _to_records(readme.LARGER_PAGE, words, 2.3 * given.half)
+    return _to_records(readme.LARGER_PAGE, words, 2.0 * given.half)
 
 
 def _beside_transformers(given: Sources) -> Step:
