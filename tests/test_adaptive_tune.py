@@ -488,7 +488,34 @@ def test_of_repeated_steps_the_faster_half_counts():
     measured.add((1, 64, 4), [1.2, 1.2], [1.0, 1.0])
     assert measured.curve().cost(4) == pytest.approx(1 + measure.SUSTAINED * 0.2)
     measured.add((1, 64, 8), [2.0, 3.0, 4.0, 5.0], [1.0, 1.0, 1.0, 1.0])
-    assert not measured.steady
+    assert measured.unsteady == {(1, 64, 8)}
+    measured.add((1, 64, 8), [2.0, 2.0], [1.0, 1.0])  # measured again
+    assert measured.steady
+    measured.add((1, 64, 1), [2.0, 2.0])  # the base of all costs
+    assert measured.curve().cost(4) == pytest.approx(1 + measure.SUSTAINED * 0.2)
+
+
+def test_a_disturbed_size_is_timed_again(monkeypatch):
+    """Other work disturbs the first steps of 8 rows, and then all of them."""
+    target = ClockedTarget(CostCurve({0: {1: 1.0, 8: 2.0}}))
+    forward, disturbed = target.forward, {8: 8}
+
+    def slow_at_first(trees):
+        rows = len(trees[0][1])
+        if disturbed.get(rows):
+            disturbed[rows] -= 1
+            target.now += 10.0 * (disturbed[rows] % 5)
+        return forward(trees)
+
+    monkeypatch.setattr(target, "forward", slow_at_first)
+    monkeypatch.setattr(measure, "perf_counter", lambda: target.now)
+    options = {"rows": (4, 8), "contexts": (64,), "sequences": (4,), "patience": inf}
+    measured = measure.measure(target, **options)
+    assert measured.steady
+    assert measured.seconds[1, 64, 8] == pytest.approx(2.0)
+    assert measured.seconds[1, 64, 4] == pytest.approx(1 + 3 / 7)
+    disturbed[8] = 100
+    assert measure.measure(target, **options).unsteady == {(1, 64, 8)}
 
 
 def test_measured_steps_have_the_rows_that_were_asked_for():

@@ -195,7 +195,8 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-mod "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-map-k:3,8 "
         "openvino-greedy:build/results/SmolLM2.Q4_0.gguf:f32 "
-        "openvino-lookup:build/results/SmolLM2.Q4_0.gguf:10,3:f32 --once lookahead:15,5,15 --out build/results/bench-packed"
+        "openvino-lookup:build/results/SmolLM2.Q4_0.gguf:10,3:f32 --once lookahead:15,5,15 "
+        "--out build/results/bench-packed"
     )
     for name in ("bench-packed-q4_k_m", "bench-packed-sampled"):
         assert "--limit 5 --repeats 3" in " ".join(pages[name].words)

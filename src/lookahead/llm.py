@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from threading import Lock
@@ -443,7 +444,7 @@ class LLM:
             SettingsError: no context fits the model, or no step of several rows.
             OSError: the cache folder cannot be written.
         """
-        from .drafters.adaptive.cost import save_curve
+        from .drafters.adaptive.cost import load_curve, save_curve
         from .drafters.adaptive.measure import measure
         from .targets.model_curves import cost_path, forget_curves, model_key, runs_on
 
@@ -456,7 +457,13 @@ class LLM:
             )
         if not measured.steady:
             return None
-        file = save_curve(model_key(self.model, cost_path(target)), measured.curve())
+        # The costs of light heads stay as they were measured.
+        key = model_key(self.model, cost_path(target))
+        try:
+            saved = load_curve(key)
+        except SettingsError:  # a damaged file, or one of another version, is replaced
+            saved = None
+        file = save_curve(key, replace(measured.curve(), heads=saved.heads if saved is not None else {}))
         forget_curves(self.model)
         return file
 

@@ -56,6 +56,17 @@ def _rows(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """Attention of one row of the pass for the query heads of one key head. The grid is (R rows, key heads).
+
+    Shapes, with the rows of all sequences in one axis:
+
+        query      (1, heads, R, D); strides q_h, q_r
+        key        (S slots, key heads, C columns, D), value with DV; strides k_b, k_h, k_c and v_b, v_h, v_c
+        slots, positions, counts
+                   (R,): the row's slot, its position p, and its number of keys from B(p) on
+        columns    (R, DEEPEST + 1), stride c_r: the columns of those keys
+        sinks      (heads,); out (1, heads, R, DV), with the strides o_h, o_r
+    """
     # This program's row and key head, and the row's sequence, position and number of keys from B(p) on.
     row, h = tl.program_id(0), tl.program_id(1)
     slot, position, count = tl.load(slots + row), tl.load(positions + row), tl.load(counts + row)

@@ -113,6 +113,17 @@ def _parts(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """The first launch: one part's output for one tile of rows, and the base-2 logarithm of its sum of weights.
+
+    The grid is (P + 1 parts, tiles, B sequences times key heads). Shapes, with G query heads per key head and R rows:
+
+        query     (B, heads, R, D); strides q_b, q_h, q_r
+        key       (S slots, key heads, C columns, D), value with DV; strides k_b, k_h, k_c and v_b, v_h, v_c
+        lengths   (B,) committed tokens; slots (B,); depths (B, R)
+        words     (B, R, width) ancestor bits, 32 columns per word
+        partial   (B * key heads, P + 1, G * R, DV), out: normalized outputs; not written for rows that saw no key
+        totals    (B * key heads, P + 1, G * R), out: log2 of the sum of exp2(score); -inf for rows that saw no key
+    """
     # This program's part of the columns, tile of rows, and pair of sequence and key head.
     part, tile, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = pair // kv_heads, pair % kv_heads
@@ -231,6 +242,11 @@ def _merge(  # type: ignore[no-untyped-def]
     BLOCK_P: tl.constexpr,
     SINKS: tl.constexpr,
 ):
+    """The second launch: merge the parts of one row and query head by log-sum-exp, and add the sinks.
+
+    The grid is (G * R, B sequences times key heads). ``partial`` and ``totals`` are those of ``_parts`` for all
+    ``parts``, the tree included; sinks (heads,); out (B, heads, R, DV), with the strides o_b, o_h, o_r.
+    """
     member, pair = tl.program_id(0), tl.program_id(1)
     b, h = pair // kv_heads, pair % kv_heads
     head, row = h * group + member // rows, member % rows

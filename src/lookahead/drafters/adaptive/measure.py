@@ -45,6 +45,9 @@ ROUNDS = 5
 HEAD_ROUNDS = 8
 #: The faster half of the rounds is steady if its slowest took at most this many times its fastest.
 STEADY = 1.15
+#: How often a size is measured, at most, until it is steady. With other guests on the host, one of thirty sizes is
+#: nearly always disturbed, and a curve of many sizes would never be kept.
+ATTEMPTS = 3
 #: Correction for long runs on a CPU: the measurement runs for two seconds at the highest clock, and only the faster
 #: half of the steps counts. Over minutes, on two cores of a shared host, four rows of SmolLM2 took 1.10 to 1.36 plain
 #: steps. A curve that is off by a fifth costs 3 % at most.
@@ -62,7 +65,7 @@ class Measurement:
         seconds: seconds of a step, by (sequences, context, rows).
         drafting: seconds of the drafter in drafted steps, by rows; those of the fewest rows count.
         of_a_prompt: seconds per token of a prompt.
-        steady: whether repeated steps took about the same time.
+        unsteady: points whose repeated steps took different times.
         sustained: the cost of a row in long runs, relative to the measurement.
     """
 
@@ -71,29 +74,35 @@ class Measurement:
         self._progress = progress
         self.drafting: dict[int, list[float]] = {}
         self.of_a_prompt = 0.0
-        self.steady = True
+        self.unsteady = set[tuple[int, int, int]]()
         self.sustained = SUSTAINED
 
+    @property
+    def steady(self) -> bool:
+        """Whether repeated steps of each size took about the same time."""
+        return not self.unsteady
+
     def add(self, point: tuple[int, int, int], spent: Sequence[float], plain: Sequence[float] = ()) -> None:
-        """Add repeated steps of one size.
+        """Add repeated steps of one size, in place of earlier ones.
 
         Args:
             point: (sequences, context, rows).
             spent: seconds of each step; the mean of the faster half counts.
             plain: seconds of interleaved plain steps, relative to which the cost is computed.
         """
-        seconds = self.of_half(spent)
+        seconds, steady = faster_half(spent)
         if plain:
-            seconds *= self.seconds[(*point[:2], 1)] / self.of_half(plain)
+            each, steady_plain = faster_half(plain)
+            seconds *= self.seconds[(*point[:2], 1)] / each
+            steady &= steady_plain
+        if point in self.seconds and point[0] == point[2] == 1:  # other costs are relative to this one
+            for other in self.seconds:
+                if other != point and other[:2] == point[:2]:
+                    self.seconds[other] *= seconds / self.seconds[point]
         self.seconds[point] = seconds
+        (self.unsteady.discard if steady else self.unsteady.add)(point)
         if self._progress is not None:
             self._progress(*point, seconds)
-
-    def of_half(self, spent: Sequence[float]) -> float:
-        """The mean of the faster half, which also shows whether the measurement is steady."""
-        half = sorted(spent)[: max(1, len(spent) // 2)]
-        self.steady &= half[-1] <= STEADY * half[0]
-        return fmean(half)
 
     @property
     def has_rows(self) -> bool:
@@ -116,6 +125,12 @@ class Measurement:
         rows = {context: points for context, points in rows.items() if len(points) > 1} or rows
         drafting = median(self.drafting[min(self.drafting)]) / plain if self.drafting else 0.0
         return CostCurve(rows, sequences, drafting, plain)
+
+
+def faster_half(spent: Sequence[float]) -> tuple[float, bool]:
+    """The mean of the faster half of repeated steps, and whether these took about the same time (``STEADY``)."""
+    half = sorted(spent)[: max(1, len(spent) // 2)]
+    return fmean(half), half[-1] <= STEADY * half[0]
 
 
 def measure(
@@ -167,28 +182,27 @@ def measure(
 
     # Time each context, and several sequences at the first one.
     for index, context in enumerate(fitting):
-        begin = perf_counter()
-        if index and begin + result.of_a_prompt * context > end:
+        if index and perf_counter() + result.of_a_prompt * context > end:
             break
+        some = sizes[: MOST_AGAIN if index and patience < inf else None]
         try:
-            target.prefill([(0, _prompt(target, context))])
-            result.of_a_prompt = (perf_counter() - begin) / context
-            _time_context(
-                target,
-                result,
-                context,
-                sizes[: MOST_AGAIN if index and patience < inf else None],
-                rounds,
-                discard,
-                end,
-            )
+            _time_context(target, result, context, some, rounds, discard, end)
         except OutOfMemory:
             if not result.seconds:
                 raise
             break  # longer contexts do not fit either
-        finally:
-            target.release(0)
     _time_sequences(target, result, fitting[0], sequences, rounds, end)
+
+    # Time the disturbed sizes again.
+    for _ in range(ATTEMPTS - 1):
+        for batch, context in sorted({point[:2] for point in result.unsteady}):
+            if perf_counter() + result.of_a_prompt * context > end:
+                return result
+            if batch == 1:
+                some = [rows for rows in sizes if (1, context, rows) in result.unsteady]
+                _time_context(target, result, context, some, rounds, discard, end)
+            else:
+                _time_sequences(target, result, context, [batch], rounds, end)
     return result
 
 
@@ -204,7 +218,6 @@ def measure_head(target: Target, head: LightHead) -> float | None:
     Returns:
         The cost; None if other work disturbed the measurement.
     """
-    result = Measurement()
     discard = _discarded(target)
     state = np.zeros((1, head.hidden), np.float32)
     steps = list[float]()
@@ -218,8 +231,9 @@ def measure_head(target: Target, head: LightHead) -> float | None:
             calls.append(perf_counter() - begin)
     finally:
         target.release(0)
-    cost = result.of_half(calls[discard:]) / result.of_half(steps[discard:])
-    return cost if result.steady else None
+    call, calls_steady = faster_half(calls[discard:])
+    step, steps_steady = faster_half(steps[discard:])
+    return call / step if calls_steady and steps_steady else None
 
 
 def positions_needed(target: Target, rows: Sequence[int], rounds: int) -> int:
@@ -242,10 +256,34 @@ def _time_context(
     discard: int,
     end: float,
 ) -> None:
-    """Time plain steps, then drafted steps of each size, alternating with plain ones."""
+    """Time plain steps, then drafted steps of each size, alternating with plain ones.
+
+    Raises:
+        OutOfMemory: not even plain steps fit in memory.
+    """
+    begin = perf_counter()
+    try:
+        target.prefill([(0, _prompt(target, context))])
+        result.of_a_prompt = (perf_counter() - begin) / context
+        _time_steps(target, result, context, sizes, rounds, discard, end)
+    finally:
+        target.release(0)
+
+
+def _time_steps(
+    target: Target,
+    result: Measurement,
+    context: int,
+    sizes: Sequence[int],
+    rounds: int,
+    discard: int,
+    end: float,
+) -> None:
+    """Time the steps of ``_time_context`` below a prompt in slot 0."""
     state = AdaptiveState()  # shared by all sizes, so that the drafter soon has enough proposals
     plain = [_plain_step(target, [0]) for _ in range(discard + rounds)][discard:]
-    result.add((1, context, 1), plain)
+    if (1, context, 1) not in result.seconds or (1, context, 1) in result.unsteady:
+        result.add((1, context, 1), plain)
     too_many = inf  # rows that do not fit in memory
     for index, number in enumerate(sizes):
         if index >= 2 and perf_counter() > end:
