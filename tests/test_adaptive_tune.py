@@ -580,6 +580,20 @@ def test_tuning_while_other_work_runs_is_not_kept(toy, llm, monkeypatch):
     assert load_curve(model_key(llm.model, llm.target().path)) is None
 
 
+def test_tuning_keeps_the_costs_of_light_heads_and_replaces_a_damaged_curve(toy, llm, monkeypatch):
+    monkeypatch.setattr(measure, "STEADY", inf)  # this machine may be busy
+    key = model_key(llm.model, llm.target().path)
+    words = ("--rows", "1,4", "--contexts", "8", "--batches", "4", "--repeats", "4")
+    file = save_curve(key, CostCurve({8: {1: 1.0, 2: 9.0}}, heads={"a shape": 0.5}))
+    assert call(toy, *words).exit_code == 0
+    saved = load_curve(key)
+    assert saved.heads == {"a shape": 0.5}
+    assert 2 not in saved.rows[8]
+    file.write_text("{")
+    assert call(toy, *words).exit_code == 0
+    assert load_curve(key).heads == {}
+
+
 @pytest.mark.parametrize(("rows", "saved"), [((1, 64), False), ((1, 4), True)])
 def test_a_curve_needs_steps_of_several_rows(cache, monkeypatch, rows, saved):
     """Without one, more rows would seem to be free."""
