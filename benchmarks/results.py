@@ -302,7 +302,7 @@ class Sources:
     model: Path | None = None  # the default model's file
     llamacpp_bin: Path | None = None  # folder of llama.cpp's programs
     text: Path = Path("build/text")  # the model's own output, for the datastore of REST
-    larger: Path | None = None  # a larger model's file; its base table is beside it
+    larger: tuple[Path, Path] | None = None  # files of a larger model and of its base table
 
     @property
     def most(self) -> int:
@@ -327,9 +327,9 @@ def steps(given: Sources) -> list[Step]:
     # Methods side by side, start-up, llama.cpp's own programs, the server and the row rule.
     planned += _packed(given) if model is not None else []
     if given.larger is None:
-        _left_out(readme.LARGER_PAGE, why="--larger must name a GGUF file; `make larger` brings one")
+        _left_out(readme.LARGER_PAGE, why="--larger must name two files; `make larger` brings them")
     else:
-        planned.append(_larger(given, given.larger))
+        planned.append(_larger(given, *given.larger))
     words: list[Any] = []
     if model is not None and given.llamacpp_bin is not None and has_llama_cpp:
         words = ["--bin", given.llamacpp_bin, "--model", model]
@@ -448,9 +448,9 @@ def _packed(given: Sources) -> list[Step]:
     return planned
 
 
-def _larger(given: Sources, file: Path) -> Step:
+def _larger(given: Sources, file: Path, table: Path) -> Step:
     """A larger model beside llama.cpp in the same file, with and without a base table."""
-    methods = ["prompt-lookup", NO_TABLE, f"adaptive:table={file.with_suffix('.safetensors')}"]
+    methods = ["prompt-lookup", NO_TABLE, f"adaptive:table={table}"]
     if given.llamacpp_bin is not None:
         methods += [f"{LLAMA_SERVER}:{file}", f"{LLAMA_SERVER}:{file}:{MODES[-1]}"]
     words = _beside(file, FEW, given, given.half, REPEATS, methods)
@@ -531,10 +531,7 @@ def main(words: Sequence[str] | None = None) -> int | str:
         help="the model's own output, for the page of trained drafters",
     )
     parser.add_argument(
-        "--larger",
-        type=Path,
-        metavar="FILE",
-        help="larger model; its base table is FILE with .safetensors",
+        "--larger", type=Path, nargs=2, metavar=("GGUF", "TABLE"), help="a larger model, and its base table"
     )
     parser.add_argument(
         "--readme", action="store_true", help="measure nothing; write the figures that README and docs quote"
@@ -552,13 +549,12 @@ def main(words: Sequence[str] | None = None) -> int | str:
             )
         if given.llamacpp_bin is not None:
             os.environ["LLAMACPP_BIN"] = str(given.llamacpp_bin.resolve())
-        for file in [given.larger, given.larger.with_suffix(".safetensors")] if given.larger else []:
+        for file in given.larger or ():
             if not file.is_file():
-                parser.error(
-                    f"--larger must be a GGUF file with its base table beside it, {file} does not exist"
-                )
+                parser.error(f"--larger must be a GGUF file and a base table, {file} does not exist")
+        larger = tuple(given.larger) if given.larger else None
         found = Sources(
-            given.data, given.limit, default_file(), given.llamacpp_bin, given.text, larger=given.larger
+            given.data, given.limit, default_file(), given.llamacpp_bin, given.text, larger=larger
         )
         failed = measure(found, given.only)
     for path in sorted((RESULTS / "records").glob("bench-*.jsonl.gz")):  # the report may have changed

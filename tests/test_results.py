@@ -183,7 +183,7 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     for weights in (*results.TRAINED, "build/text", results.VLLM_READY):
         (tmp_path / weights).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / weights).touch()
-    larger = Path("build/models/large.gguf")
+    larger = Path("build/models/large.gguf"), Path("build/models/larger.safetensors")
     pages, printed = plan(["llama_cpp", "openvino_genai"], llamacpp_bin=tmp_path / "bin", larger=larger)
     assert list(pages) == EVERY_PAGE
     assert not printed
@@ -201,7 +201,7 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     for name in ("bench-packed-q4_k_m", "bench-packed-sampled"):
         assert "--limit 5 --repeats 3" in " ".join(pages[name].words)
         assert "ngram-mod" not in " ".join(pages[name].words)
-    assert "adaptive:table=build/models/large.safetensors" in " ".join(pages[readme.LARGER_PAGE].words)
+    assert "adaptive:table=build/models/larger.safetensors" in " ".join(pages[readme.LARGER_PAGE].words)
     assert pages["rows"].words[-2:] == ("--prompts", "5")
     tried = " ".join(pages["bench-openvino"].words)
     for head, settings in results.TRIED.items():
@@ -224,7 +224,9 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
 @pytest.mark.parametrize("limit", [8, 10])
 def test_the_plan_has_as_many_prompts_as_committed_records_must_have(plan, limit):
     """test_committed_records_are_whole needs this many pairs of prompt and repeat in each data set."""
-    pages, _ = plan(["llama_cpp", "openvino_genai"], limit=limit, larger=Path("large.gguf"))
+    pages, _ = plan(
+        ["llama_cpp", "openvino_genai"], limit=limit, larger=(Path("a.gguf"), Path("a.safetensors"))
+    )
     with_records = [name for name in pages if name.startswith("bench-") or name in results.STUDY]
     assert len(with_records) == 7 + len(results.STUDY)
     for name in with_records:
@@ -243,7 +245,7 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
         for name in EVERY_PAGE
         if name not in ("bench-openvino", readme.LARGER_PAGE, "llamacpp-examples", "vllm", "trained")
     ]
-    assert "bench-larger: left out; --larger must name a GGUF file; `make larger` brings one\n" in printed
+    assert "bench-larger: left out; --larger must name two files; `make larger` brings them\n" in printed
     assert (
         "llamacpp-examples: left out; --llamacpp-bin must name the folder of llama.cpp's programs\n"
         in printed
