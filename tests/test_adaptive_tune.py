@@ -327,7 +327,7 @@ class ClockedTarget(FakeTarget):
     """A target whose steps advance the test's clock by c(k)."""
 
     def __init__(self, curve):
-        super().__init__(4000)
+        super().__init__(512)
         self.curve, self.now = curve, 0.0
 
     def forward(self, trees):
