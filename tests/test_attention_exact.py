@@ -95,7 +95,9 @@ def test_a_row_has_the_same_bits_in_any_place_and_company(kernel, dtype):
 
 def test_texts_are_those_of_plain_decoding(kernel, monkeypatch):
     """A model passes the certificate with the kernel, and drafting changes no token."""
-    model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=512).to(DEVICE, torch.bfloat16)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}  # a program for each key head
+    model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=512, **heads)
+    model.to(DEVICE, torch.bfloat16)
     facts, hook = ModelFacts(model), TreeAttention(model, kernel)
     monkeypatch.setattr(certificate, "PREFIX", 100)  # the interpreter is slow
     monkeypatch.setitem(ROWS, "cpu", 4)

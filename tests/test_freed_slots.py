@@ -1,5 +1,7 @@
 """A sequence that ends with NaN affects neither later sequences in its slot nor those running alongside."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -26,9 +28,18 @@ EXACT = {"exact": ExactTarget, "captured-exact": CapturedExactTarget}
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(not attention.has_triton(), reason="no triton"))
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama", initializer_range=0.1, max_position_embeddings=1024)
+#: Triton's interpreter runs a program for each layer and key head, so its model has one of each.
+ONE_OF_EACH = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@functools.cache
+def model_with(**sizes):
+    return tiny_model("llama", initializer_range=0.1, max_position_embeddings=1024, **sizes)
+
+
+@pytest.fixture
+def model(request):
+    return model_with(**ONE_OF_EACH if request.node.callspec.params["path"] == "triton" else {})
 
 
 def on_path(model, path):
