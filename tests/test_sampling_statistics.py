@@ -139,11 +139,10 @@ def drafted(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "preference"),
-    [(0.7, 0.0), (1.0, 0.0), (1.0, 0.05)],
-    ids=["honest at 0.7", "honest at 1", "prefers drafted tokens"],
+    ("warm", "temperature", "preference"),
+    [(False, 0.7, 0.0), (True, 1.0, 0.0), (False, 1.0, 0.05), (True, 1.0, 0.05)],
+    ids=["cold", "warm", "cold, prefers drafted tokens", "warm, prefers drafted tokens"],
 )
-@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 def test_a_draft_changes_no_probability(warm, temperature, preference, model, llm, drafted):
     """Three cells of tokens: drafted first, drafted otherwise, not drafted. A bias of 1 in 20 is found."""
     drafted.preference = preference
