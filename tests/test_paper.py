@@ -407,6 +407,7 @@ def test_a_command_writes_its_page_and_its_picture(name, tiny, tmp_path, monkeyp
     assert written == {"records", *(f"{name}.{kind}" for kind in ("md", "json", "png", "svg"))}
     assert not clipped_texts(drawn[0])
     monkeypatch.setattr(paper, "save", lambda *given: None)  # writing a figure takes half of the test
+    monkeypatch.setattr(parallel, "exchange_seconds", lambda steps: 1e-4)  # it starts a process
     lines = (tmp_path / "records" / "records.jsonl").read_bytes()
     assert paper.main(words) == 0  # finished records are not measured again
     assert (tmp_path / "records" / "records.jsonl").read_bytes() == lines
@@ -429,7 +430,8 @@ def test_the_scaling_law_varies_the_window_alone_but_not_the_candidates():
 
 
 @pytest.mark.parametrize("name", ["attention", "parallel"])
-def test_only_first_turns_are_decoded_where_the_page_says_so(name, tiny, tmp_path):
+def test_only_first_turns_are_decoded_where_the_page_says_so(name, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(parallel, "exchange_seconds", lambda steps: 1e-4)  # it starts a process
     (tmp_path / "x.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["one two", "three"]}) + "\n")
     words = [name, "--workload", f"mt-bench={tmp_path / 'x.jsonl'}", "--max-new-tokens", "8"]
     paper.main([*words, "--out", str(tmp_path), "--records", str(tmp_path / "records")])
