@@ -14,7 +14,8 @@ import lookahead
 from fake_cuda import TOTAL, FakeCuda
 from families import tiny_model
 from lookahead import attention, load
-from lookahead.core import SettingsError, TokenTree
+from lookahead.core import Request, SettingsError, TokenTree
+from lookahead.drafters import Plain
 from lookahead.targets import cuda, cuda_graphs, graph_store
 from lookahead.targets.attention_hook import TreeAttention
 from lookahead.targets.cuda_graphs import (
@@ -31,7 +32,7 @@ from lookahead.targets.cuda_graphs import (
 )
 from lookahead.targets.equivalence import trial_tree
 from lookahead.targets.paths import limit_graphs, make_target, probe
-from lookahead.testing import assert_same_as_autoregressive
+from lookahead.testing import assert_same_as_autoregressive, run
 
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
 
@@ -512,9 +513,7 @@ def test_the_forced_path_gives_the_text_of_plain_decoding(family):
     assert sum(g.stats.accepted for g in generations) > 0
     assert model.config._attn_implementation == before
     # The same completion as on the ordinary path; the model is unchanged for other users.
-    (plain,) = assert_same_as_autoregressive(
-        make_target(model, path="transformers"), PROMPTS[:1], "plain", 40
-    )
+    (plain,) = run(make_target(model, path="transformers"), [Request(PROMPTS[0], Plain(), 40)])
     assert plain.tokens == generations[0].tokens
 
 
