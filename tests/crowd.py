@@ -107,12 +107,15 @@ class Crowd:
 
     def differences(self, llm):
         """The completions that differ from plain decoding."""
-        wrong = []
+        wrong, greedy = [], {}
         for (prompt, seed, temperature, tokens), text in self.texts.items():
-            options = {"temperature": 1.0, "seed": seed} if temperature else {}
-            plain = llm.generate(prompt, max_new_tokens=tokens, drafter="off", **options)
-            if plain.text != text:
-                wrong.append(
-                    f"{prompt!r}, seed {seed}, temperature {temperature}: {text!r}, not {plain.text!r}"
-                )
+            options = {"max_new_tokens": tokens, "drafter": "off"}
+            if temperature:
+                plain = llm.generate(prompt, temperature=1.0, seed=seed, **options).text
+            else:  # the same for every seed
+                if (prompt, tokens) not in greedy:
+                    greedy[prompt, tokens] = llm.generate(prompt, **options).text
+                plain = greedy[prompt, tokens]
+            if plain != text:
+                wrong.append(f"{prompt!r}, seed {seed}, temperature {temperature}: {text!r}, not {plain!r}")
         return wrong
