@@ -969,7 +969,7 @@ for dtype, exact, given in (
     assert llm.path == ("exact" if exact else "transformers"), llm.path
     assert exact or "quantized by torchao" in llm.target().reason
     for temperature in (0.0, 0.8):
-        options = {"max_new_tokens": 40, "ignore_eos": True, "temperature": temperature, "seed": 3}
+        options = {"max_new_tokens": 16, "ignore_eos": True, "temperature": temperature, "seed": 3}
         prompts = [[5, 9, 14, 5, 9, 14, 5, 9], [3, 4, 3, 4, 3]]
         drafted = llm.generate(prompts, drafter="lookahead", **options)
         plain = llm.generate(prompts, drafter="autoregressive", **options)
