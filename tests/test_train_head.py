@@ -33,7 +33,7 @@ from lookahead.testing import FakeTarget, tiny_model
 from serving import serving
 from test_cli import call, refused
 
-TOKENS = 6000
+TOKENS = 3000
 OPTIONS = ("train-head", "--tokens", TOKENS, "--width", 64, "--epochs", 2)
 
 
@@ -125,7 +125,7 @@ def _interrupt_after(monkeypatch, owner, name, count):
 
 def test_a_head_learns_what_follows(chats):
     learner = HeadLearner(
-        lookahead.load(chats), TOKENS, TrainSettings(width=64, epochs=8, shortlist=64, levels=3)
+        lookahead.load(chats), 2 * TOKENS, TrainSettings(width=64, epochs=8, shortlist=64, levels=3)
     )
     losses = []
     head = learner.run(lambda stage, done, total, left, loss: losses.append(loss))
