@@ -31,8 +31,7 @@ from processes import forks
 PROMPTS = [[1, 2, 3, 4, 5, 6, 3, 4], [5, 6, 7, 8, 1, 2, 3], [9, 8, 7]]
 CONFIG = "7,4,5"
 NEW = 48
-#: With three, a window of two columns has fewer columns than ranks. test_parallel_shard.py has more ranks.
-RANKS = [2, 3]
+RANKS = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
 
 
 # ---- functions that each rank runs in its own process
