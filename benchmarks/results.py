@@ -245,8 +245,8 @@ NOTES = {
     "compressed format (NNCF) and the precision of its key-value cache were not varied. In README's table, it has "
     "the fastest precision and setting of this page, over all prompts; settings whose speeds are within a few "
     "percent are a tie.",
-    readme.LARGER_PAGE: "All methods read the same file. The package includes no base table for this model: "
-    "adaptive:sources=... has none, and adaptive:table=... has the one that `lookahead learn` makes in ten minutes.",
+    readme.LARGER_PAGE: "All methods read the same file. The package includes no base table for this model: the "
+    "first adaptive drafter has none, and the second has the one that `lookahead learn` makes in ten minutes.",
     "bench-bf16": "hf-compiled is transformers with torch.compile and a static cache of 1024 positions; its "
     "compilation is not counted.",
 }
