@@ -263,50 +263,39 @@ def _time_context(
     """
     begin = perf_counter()
     try:
+        # The prompt and plain steps.
         target.prefill([(0, _prompt(target, context))])
         result.of_a_prompt = (perf_counter() - begin) / context
-        _time_steps(target, result, context, sizes, rounds, discard, end)
+        plain = [_plain_step(target, [0]) for _ in range(discard + rounds)][discard:]
+        if (1, context, 1) not in result.seconds or (1, context, 1) in result.unsteady:
+            result.add((1, context, 1), plain)
+        # Drafted steps of each size.
+        state = AdaptiveState()  # shared by all sizes, so that the drafter soon has enough proposals
+        too_many = inf  # rows that do not fit in memory
+        for index, number in enumerate(sizes):
+            if index >= 2 and perf_counter() > end:
+                return
+            if number >= too_many:
+                continue
+            drafter = Adaptive(rows=number, window_size=0, sources=("logits",), state=state)
+            plain = []
+            drafted = list[float]()
+            counts = list[int]()
+            times = list[float]()
+            try:
+                for count, seconds, drafting in drafted_steps(target, drafter, discard + rounds):
+                    counts.append(count)
+                    plain.append(_plain_step(target, [0]))
+                    drafted.append(seconds)
+                    times.append(drafting)
+            except OutOfMemory:
+                too_many = number
+                continue
+            result.drafting.setdefault(number, []).extend(times)
+            if counts[-1] == number:  # a tiny vocabulary has too few tokens
+                result.add((1, context, number), drafted[discard:], plain[discard:])
     finally:
         target.release(0)
-
-
-def _time_steps(
-    target: Target,
-    result: Measurement,
-    context: int,
-    sizes: Sequence[int],
-    rounds: int,
-    discard: int,
-    end: float,
-) -> None:
-    """Time the steps of ``_time_context`` below a prompt in slot 0."""
-    state = AdaptiveState()  # shared by all sizes, so that the drafter soon has enough proposals
-    plain = [_plain_step(target, [0]) for _ in range(discard + rounds)][discard:]
-    if (1, context, 1) not in result.seconds or (1, context, 1) in result.unsteady:
-        result.add((1, context, 1), plain)
-    too_many = inf  # rows that do not fit in memory
-    for index, number in enumerate(sizes):
-        if index >= 2 and perf_counter() > end:
-            return
-        if number >= too_many:
-            continue
-        drafter = Adaptive(rows=number, window_size=0, sources=("logits",), state=state)
-        plain = []
-        drafted = list[float]()
-        counts = list[int]()
-        times = list[float]()
-        try:
-            for count, seconds, drafting in drafted_steps(target, drafter, discard + rounds):
-                counts.append(count)
-                plain.append(_plain_step(target, [0]))
-                drafted.append(seconds)
-                times.append(drafting)
-        except OutOfMemory:
-            too_many = number
-            continue
-        result.drafting.setdefault(number, []).extend(times)
-        if counts[-1] == number:  # a tiny vocabulary has too few tokens
-            result.add((1, context, number), drafted[discard:], plain[discard:])
 
 
 def _time_sequences(
