@@ -11,6 +11,7 @@ from lookahead.bench import ModelUnderTest, Records, RunOptions, run, step_cost,
 from lookahead.bench import plots as plotting
 from lookahead.bench.report import speeds
 from lookahead.cli import app
+from lookahead.drafters.adaptive import measure
 from lookahead.testing import FakeTarget, tiny_model
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -83,7 +84,8 @@ def test_colours_can_be_told_apart():
 
 
 @pytest.mark.parametrize("path", ["auto", "transformers"])
-def test_step_costs_are_a_table_and_a_plot(path, tmp_path):
+def test_step_costs_are_a_table_and_a_plot(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "STEADY", 0.0)  # every point is measured again
     model = ModelUnderTest.of(LLM(tiny_model()), path=path)
     records = step_cost.measure(model, (16, 32, 100_000), (1, 8), lambda *told: None)
     assert [(r["context"], r["rows"]) for r in records] == [(16, 1), (16, 8), (32, 1), (32, 8)]

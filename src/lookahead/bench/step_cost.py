@@ -50,18 +50,18 @@ def measure(
         if t < positions - positions_needed(target, fitting, REPEATS):
             points += [(t, k) for k in fitting]
     # Measure them, context by context.
-    records: list[Record] = []
+    records: dict[tuple[int, int], Record] = {}  # a disturbed point is measured again and replaced
 
     def keep(batch: int, context: int, k: int, seconds: float) -> None:
         if k not in counts:
             return
-        records.append({**common, "context": context, "rows": k, "step_ms": seconds * 1e3})
+        records[context, k] = {**common, "context": context, "rows": k, "step_ms": seconds * 1e3}
         progress(len(records), len(points), f"{model.dtype}, context {context}, {k} rows")
 
     for context in dict.fromkeys(context for context, _ in points):
         fitting = [k for t, k in points if t == context]
         measure_steps(target, fitting, (context,), (), REPEATS, inf, keep)
-    return records
+    return list(records.values())
 
 
 def write_report(records: Sequence[Record], out: Path, command: str, draw: bool = True) -> str:

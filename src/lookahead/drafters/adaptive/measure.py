@@ -152,7 +152,7 @@ def measure(
         sequences: numbers of sequences of one row each.
         rounds: steps of each size; the mean of the faster half counts.
         patience: seconds after which no further size is started; two numbers of rows are always measured.
-        progress: called with (sequences, context, rows, seconds) for every size.
+        progress: called with (sequences, context, rows, seconds) for every size, and again for one timed again.
         device: the type of the device that evaluates the model's layers (``targets.model_curves.runs_on``).
 
     Sizes that do not fit in memory are left out.
