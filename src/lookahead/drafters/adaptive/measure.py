@@ -200,7 +200,10 @@ def measure(
                 return result
             if batch == 1:
                 some = [rows for rows in sizes if (1, context, rows) in result.unsteady]
-                _time_context(target, result, context, some, rounds, discard, end)
+                try:
+                    _time_context(target, result, context, some, rounds, discard, end)
+                except OutOfMemory:
+                    return result  # memory that was free the first time; what was measured counts
             else:
                 _time_sequences(target, result, context, [batch], rounds, end)
     return result
