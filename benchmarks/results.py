@@ -4,15 +4,16 @@
     python -m benchmarks.results --data DIR --only bench-packed    only pages with this prefix
     python -m benchmarks.results --readme        the figures in README and docs, from the pages that are there
 
-A page made by the same command on the same processor from the same code (see ``Step.sources``) is not made again, and
-records survive an interrupt, so the same command continues, also after pages have been committed. Peers are
-llama-cpp-python and openvino-genai, on conversions of the model's file by convert_gguf.py, llama.cpp's own programs,
-if --llamacpp-bin names their folder, and vLLM, if `make vllm` has installed it.
+A page made by the same command on the same processor from the same code (see ``Step.sources``) is not made again; new
+comments and docstrings do not make it other code. Records survive an interrupt, so the same command continues, also
+after pages have been committed. Peers are llama-cpp-python and openvino-genai, on conversions of the model's file by
+convert_gguf.py, llama.cpp's own programs, if --llamacpp-bin names their folder, and vLLM, if `make vllm` has been run.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -220,7 +222,7 @@ def _tried(head: str, file: object) -> list[str]:
 
 
 def same_code(one: str, other: str, files: Sequence[str]) -> bool:
-    """Whether two commits have the same files.
+    """Whether two commits have the same files; comments and docstrings of Python modules may differ.
 
     Args:
         one, other: commits; a plus sign stands for changes that are not committed.
@@ -230,8 +232,28 @@ def same_code(one: str, other: str, files: Sequence[str]) -> bool:
         return True
     if "+" in one + other:
         return False
-    command = ["git", "diff", "--quiet", one, other, "--", *files]
-    return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+    command = ["git", "diff", "--name-only", "--no-renames", one, other, "--", *files]
+    changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if changed.returncode:
+        return False  # one of them is no commit of this repository
+    return all(_code(one, name) == _code(other, name) for name in changed.stdout.splitlines())
+
+
+@cache
+def _code(revision: str, name: str) -> bytes | str | None:
+    """What a file of a commit does: its syntax tree without docstrings, or its bytes if it is not Python.
+
+    None if the commit does not have the file.
+    """
+    shown = subprocess.run(["git", "show", f"{revision}:{name}"], cwd=ROOT, capture_output=True)
+    if shown.returncode or not name.endswith(".py"):
+        return None if shown.returncode else shown.stdout
+    tree = ast.parse(shown.stdout)
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+    return ast.dump(tree)
 
 
 #: Page -> what a reader must know about its comparison.
@@ -410,10 +432,10 @@ def _packed(given: Sources) -> list[Step]:
         methods = [name for head in TRIED for name in _tried(head, small)]
         methods += [f"openvino-greedy:{large}:f32", f"openvino-lookup:{large}:3,3:f32"]
         words = _beside(small, FEW[::2], given, max(2, 5 * given.limit // 4), 1, methods)
-        planned.append(_to_records(OPENVINO_PAGE, [*words, *SHORT], 0.5 * given.limit))
+        planned.append(_to_records(OPENVINO_PAGE, [*words, *SHORT], 0.85 * given.limit))
     # page, format, temperature, prompts of each set, minutes for one of them
     for name, kind, temperature, limit, minutes in (
-        ("bench-packed", "Q4_0", 0.0, given.most, 2.1),
+        ("bench-packed", "Q4_0", 0.0, given.most, 4.0),
         ("bench-packed-q4_k_m", "Q4_K_M", 0.0, given.half, 1.3),
         ("bench-packed-sampled", "", 0.7, given.half, 0.75),
         ("bench-packed-head", "", 0.0, given.half, 0.6),
@@ -454,7 +476,7 @@ def _larger(given: Sources, file: Path, table: Path) -> Step:
     if given.llamacpp_bin is not None:
         methods += [f"{LLAMA_SERVER}:{file}", f"{LLAMA_SERVER}:{file}:{MODES[-1]}"]
     words = _beside(file, FEW, given, given.half, REPEATS, methods)
-    return _to_records(readme.LARGER_PAGE, words, 2.0 * given.half)
+    return _to_records(readme.LARGER_PAGE, words, 3.0 * given.half)
 
 
 def _beside_transformers(given: Sources) -> Step:
@@ -573,6 +595,22 @@ def default_file() -> Path | None:
     return next(Path(str(spec.origin)).parent.glob("*.gguf"), None) if spec is not None else None
 
 
+class Pace:
+    """How long pages take on this machine, from those that were made so far."""
+
+    def __init__(self) -> None:
+        self._planned = self._took = 0.0
+
+    def add(self, step: Step, minutes: float) -> None:
+        """A page was made in so many minutes."""
+        self._planned += step.minutes
+        self._took += minutes
+
+    def minutes(self, step: Step) -> float:
+        """The time that a page will take, in minutes."""
+        return step.minutes * (self._took / self._planned if self._planned else 1.0)
+
+
 def measure(given: Sources, only: str = "") -> list[str]:
     """Make every page with the prefix ``only`` that this commit has not made. Returns the pages that failed."""
     planned = [step for step in steps(given) if step.name.startswith(only)]
@@ -585,10 +623,13 @@ def measure(given: Sources, only: str = "") -> list[str]:
         flush=True,
     )
     failed = []
+    pace = Pace()
     for number, step in enumerate(planned, 1):
         if step.is_done():  # asked again, because a page before it may have changed its words
             continue
-        print(f"{number}/{len(planned)} {step.name}: about {step.minutes:.0f} minutes", flush=True)
+        left = sum(pace.minutes(each) for each in planned[number - 1 :] if not each.is_done())
+        told = f"about {pace.minutes(step):.0f} minutes, {left:.0f} for all that are left"
+        print(f"{number}/{len(planned)} {step.name}: {told}", flush=True)
         start = perf_counter()
         try:
             require_quiet()
@@ -596,7 +637,10 @@ def measure(given: Sources, only: str = "") -> list[str]:
         except (subprocess.CalledProcessError, SettingsError) as error:
             print(f"{step.name} failed: {error}", flush=True)
             failed.append(step.name)
-        print(f"{step.name} took {(perf_counter() - start) / 60:.1f} minutes", flush=True)
+        took = (perf_counter() - start) / 60
+        if step.name not in failed:
+            pace.add(step, took)
+        print(f"{step.name} took {took:.1f} minutes", flush=True)
     return failed
 
 

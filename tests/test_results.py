@@ -214,7 +214,7 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     small, _ = plan(["llama_cpp"], limit=1, llamacpp_bin=tmp_path / "bin")
     assert "--limit 2 " in " ".join(small["bench-packed-sampled"].words)
     assert "--limit 1 " in " ".join(small["llamacpp-examples"].words)
-    for limit, most in ((8, 150), (10, 170)):  # an evening on two quiet cores
+    for limit, most in ((8, 170), (10, 195)):  # an evening on two quiet cores
         pages, _ = plan(
             ["llama_cpp", "openvino_genai"], limit=limit, llamacpp_bin=tmp_path / "bin", larger=larger
         )
@@ -277,6 +277,16 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
     assert list(plan(model="")[0]) == ["startup", "serve", "rows", *OTHERS, *results.STUDY]
 
 
+def test_the_time_left_follows_the_pages_that_were_made():
+    pace = results.Pace()
+    first, second = (results.Step(name, (), minutes) for name, minutes in (("first", 4.0), ("second", 10.0)))
+    assert pace.minutes(second) == 10.0
+    pace.add(first, 9.0)
+    assert pace.minutes(second) == 22.5
+    pace.add(second, 5.0)
+    assert pace.minutes(first) == 4.0
+
+
 def test_a_page_is_made_once_by_a_commit_and_command(plan, tmp_path):
     step = plan()[0]["parallel"]
     assert not step.is_done()
@@ -314,7 +324,13 @@ def test_a_page_depends_on_its_own_programs_and_not_on_those_of_others(plan, tmp
         assert all(any(folder.glob(pattern)) for pattern in files), name
 
 
-def test_a_commit_of_pages_alone_needs_no_new_measurement(tmp_path, monkeypatch):
+@pytest.fixture
+def commits_of(tmp_path, monkeypatch):
+    """Commits changes to a repository, which ``results`` reads, and returns the commits' names.
+
+    Each change is a dict of the path -> the text; None removes the file.
+    """
+
     def git(*words):
         done = subprocess.run(
             ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words],
@@ -325,16 +341,27 @@ def test_a_commit_of_pages_alone_needs_no_new_measurement(tmp_path, monkeypatch)
         assert not done.returncode, done.stderr
         return done.stdout.strip()
 
-    commits = []
+    def commit(*changes):
+        names = []
+        for change in changes:
+            for place, text in change.items():
+                (tmp_path / place).parent.mkdir(exist_ok=True)
+                if text is None:
+                    (tmp_path / place).unlink()
+                else:
+                    (tmp_path / place).write_text(text)
+            git("add", ".")
+            git("commit", "--quiet", "-m", "a change")
+            names.append(git("rev-parse", "--short=12", "HEAD"))
+        return names
+
     git("init", "--quiet")
-    for place in ("src/code.py", "docs/page.md", "src/code.py"):
-        (tmp_path / place).parent.mkdir(exist_ok=True)
-        (tmp_path / place).write_text(f"{len(commits)}")
-        git("add", ".")
-        git("commit", "--quiet", "-m", "a change")
-        commits.append(git("rev-parse", "--short=12", "HEAD"))
     monkeypatch.setattr(results, "ROOT", tmp_path)
-    code, page, changed = commits
+    return commit
+
+
+def test_a_commit_of_pages_alone_needs_no_new_measurement(commits_of):
+    code, page, changed = commits_of({"src/code.py": "0"}, {"docs/page.md": "1"}, {"src/code.py": "2"})
     assert results.same_code(code, page, ["src"])
     assert not results.same_code(page, changed, ["src"])
     assert not results.same_code(code, f"{page}+", ["src"]), "changes that are not committed"
@@ -343,6 +370,24 @@ def test_a_commit_of_pages_alone_needs_no_new_measurement(tmp_path, monkeypatch)
     assert results.same_code(page, changed, ["src", ":!src/co*"])
     assert not results.same_code(page, changed, ["src", ":!src/other.py"])
     assert not results.same_code(code, page, ["src", "docs/pa*", "none.py"])
+
+
+def test_comments_and_docstrings_are_not_code(commits_of):
+    """A page stays of this code when only its documentation changes, and becomes old when a message does."""
+    text = '"""A module."""\n\n\ndef double(x):\n    """Twice x."""\n    return 2 * x\n\n\nHELP = "twice"\n'
+    first, documented, changed, message, removed = commits_of(
+        {"src/code.py": text, "src/page.html": "<!-- a -->"},
+        {"src/code.py": text.replace("Twice x.", "2 x.").replace("return", "# Why.\n    return")},
+        {"src/code.py": text.replace("2 * x", "x * 2")},
+        {"src/code.py": text.replace('"twice"', '"double"')},
+        {"src/code.py": None},
+    )
+    assert results.same_code(first, documented, ["src"])
+    assert not results.same_code(first, changed, ["src"])
+    assert not results.same_code(first, message, ["src"])
+    assert not results.same_code(first, removed, ["src"])
+    (other,) = commits_of({"src/code.py": text, "src/page.html": "<!-- b -->"})
+    assert not results.same_code(first, other, ["src"]), "only Python is read"
 
 
 def test_the_fastest_settings_of_openvino_go_beside_ours(plan, tmp_path):
