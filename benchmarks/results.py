@@ -7,7 +7,7 @@
 A page made by the same command on the same processor from the same code (see ``Step.sources``) is not made again; new
 comments and docstrings do not make it other code. Records survive an interrupt, so the same command continues, also
 after pages have been committed. Peers are llama-cpp-python and openvino-genai, on conversions of the model's file by
-convert_gguf.py, llama.cpp's own programs, if --llamacpp-bin names their folder, and vLLM, if `make vllm` has been run.
+convert_gguf.py, llama.cpp's own programs, if --llamacpp-bin names their folder, and vLLM, if `make vllm` was run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The cost curve: measured once, saved where the drafter finds it, then only read."""
+"""The cost curve: measured, saved where the drafter finds it, then only read."""
 
 import json
+import os
 import re
 from functools import partial
 from math import inf
@@ -302,6 +303,44 @@ def test_a_model_that_cannot_be_measured_has_the_guess_for_its_device(cache, dev
     target = FakeTarget(500, max_positions=64)  # too short for a measurement
     curve = model_curves._load_or_measure(target, "a", pytest.fail, device)
     assert curve.cost(64) == pytest.approx(cost)
+
+
+def test_the_curve_is_the_mean_of_three_measurements_ten_minutes_apart(cache, monkeypatch):
+    costs = iter([1.1, 1.5, None, 1.9])  # of four rows; None is a disturbed measurement
+
+    def measured(target, device):
+        """Without a correction for long runs."""
+        result, four = Measurement(), next(costs)
+        result.sustained = 1.0
+        result.add((1, 64, 1), [0.001] * 4)
+        result.add((1, 64, 4), [0.001, 0.002, 0.003, 0.004] if four is None else [0.001 * four] * 4)
+        return result
+
+    monkeypatch.setattr(measure, "measure", measured)
+    load = partial(model_curves._load_or_measure, FakeTarget(512), "a", pytest.fail, "cpu")
+    for expected, count in ((1.1, 1), (1.3, 2)):
+        curve = load()
+        assert curve.cost(4, 64) == pytest.approx(expected)
+        assert curve.measured == count
+        assert load() == curve == load_curve("a")  # it is too early for another measurement
+        os.utime(curve_file("a"), (0, 0))
+    assert load() == curve  # a disturbed measurement does not count, and the next process measures again
+    assert load().cost(4, 64) == pytest.approx(1.5)
+    os.utime(curve_file("a"), (0, 0))
+    assert load().measured == 3
+    assert list(costs) == []
+
+
+def test_a_mean_has_the_points_of_both_curves():
+    one = CostCurve({64: {1: 1.0, 4: 1.2, 8: 1.6}}, {4: 1.3}, 0.04, 0.003, {"a head": 0.1}, measured=2)
+    other = CostCurve({64: {1: 1.0, 6: 2.0}, 512: {1: 1.0, 4: 1.5}}, {4: 1.6, 16: 3.0}, 0.01, 0.006)
+    mean = one.averaged(other)
+    assert {context: list(points) for context, points in mean.rows.items()} == {64: [1, 4, 6, 8], 512: [1, 4]}
+    assert [mean.rows[64][k] for k in (1, 4, 6, 8)] == pytest.approx([1.0, 1.2 + 0.4 / 3, 1.6, 1.6 + 0.8 / 3])
+    assert mean.rows[512][4] == pytest.approx(1.3)  # the first curve's only context holds for all
+    assert mean.sequences == pytest.approx({4: 1.4, 16: 3.0})
+    assert (mean.drafting, mean.seconds) == pytest.approx((0.03, 0.004))
+    assert (mean.heads, mean.measured) == ({"a head": 0.1}, 3)
 
 
 def test_sizes_without_memory_are_left_out(cache):

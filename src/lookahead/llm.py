@@ -444,7 +444,7 @@ class LLM:
             SettingsError: no context fits the model, or no step of several rows.
             OSError: the cache folder cannot be written.
         """
-        from .drafters.adaptive.cost import load_curve, save_curve
+        from .drafters.adaptive.cost import MEASUREMENTS, load_curve, save_curve
         from .drafters.adaptive.measure import measure
         from .targets.model_curves import cost_path, forget_curves, model_key, runs_on
 
@@ -463,7 +463,9 @@ class LLM:
             saved = load_curve(key)
         except SettingsError:  # a damaged file, or one of another version, is replaced
             saved = None
-        file = save_curve(key, replace(measured.curve(), heads=saved.heads if saved is not None else {}))
+        heads = saved.heads if saved is not None else {}
+        curve = replace(measured.curve(), heads=heads, measured=MEASUREMENTS)  # later processes only read it
+        file = save_curve(key, curve)
         forget_curves(self.model)
         return file
 

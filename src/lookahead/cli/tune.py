@@ -30,8 +30,8 @@ def tune(
 ) -> None:
     """Measure the cost of steps of many sizes, and save the curve for --drafter adaptive.
 
-    Without this command, a few points are measured when a model is first used on a machine; later runs read the curve
-    from disk.
+    Without this command, a few points are measured when a model is first used on a machine, and by two later runs;
+    then runs read the curve from disk.
     """
     # Check the options before the model is loaded.
     counts, lengths = numbers(rows, "--rows"), numbers(contexts, "--contexts")

@@ -1,7 +1,8 @@
-"""The cost curves of loaded models: read from disk, or measured once per model and machine and saved.
+"""The cost curves of loaded models: read from disk, or measured and saved. A saved curve is the mean of up to three
+measurements, each by a process that starts ten minutes or more after the one before (``cost.MEASUREMENTS``).
 
-If other work disturbs the measurement too much, the process uses a typical curve, with the measured costs where these
-are larger on a CPU without the compiled path, and the next process measures again. The costs of light heads are
+If other work disturbs the first measurement too much, the process uses a typical curve, with the measured costs where
+these are larger on a CPU without the compiled path, and the next process measures again. The costs of light heads are
 measured when a head is first used, and saved with the curve.
 """
 
@@ -15,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..core import NumericalError, OutOfMemory, SettingsError, Target
-from ..drafters.adaptive.cost import TYPICAL_HEAD, CostCurve, keep_curve, load_curve
+from ..drafters.adaptive.cost import TYPICAL_HEAD, CostCurve, is_due, keep_curve, load_curve
 
 #: Devices on which rows are assumed to be nearly free until the curve of a model is measured.
 GPUS = ("cuda", "gpu")
@@ -166,23 +167,28 @@ def _load_or_measure(target: Target, name: str, notice: Callable[[str], None], d
     from ..drafters.adaptive.measure import measure, warm_up  # imports numba
 
     on_gpu = device in GPUS
+    saved = None
     try:
         warm_up(target)
-        curve = _load(name, notice)
-        if curve is not None:
-            return curve
+        saved = _load(name, notice)
+        if saved is not None and not is_due(name, saved):
+            return saved
         measured = measure(target, device=device)
         if not measured.has_rows:
-            return CostCurve.unmeasured(on_gpu)  # no step of several rows fits in memory or the vocabulary
+            return saved or CostCurve.unmeasured(
+                on_gpu
+            )  # no step of several rows fits in memory or the vocabulary
     except (NumericalError, OutOfMemory, SettingsError):
         # Some tokens have NaN logits, which sequences report when they occur, there is no memory, or the model's
         # context is too short.
-        return CostCurve.unmeasured(on_gpu)
+        return saved or CostCurve.unmeasured(on_gpu)
+    if not measured.steady and saved is not None:
+        return saved
     if not measured.steady:
         typical = CostCurve.typical(on_gpu)
         # The typical curve is that of compiled passes. Other rows may cost several times as much, which even a
         # disturbed measurement shows.
         return typical if on_gpu or target.runs_compiled else measured.curve().at_least(typical)
-    curve = measured.curve()
+    curve = measured.curve() if saved is None else saved.averaged(measured.curve())
     keep_curve(name, curve, notice)
     return curve
