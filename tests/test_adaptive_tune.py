@@ -324,7 +324,9 @@ def test_the_curve_is_the_mean_of_three_measurements_ten_minutes_apart(cache, mo
         assert curve.measured == count
         assert load() == curve == load_curve("a")  # it is too early for another measurement
         os.utime(curve_file("a"), (0, 0))
-    assert load() == curve  # a disturbed measurement does not count, and the next process measures again
+    for _ in range(2):
+        assert load() == curve  # a disturbed measurement does not count, and the next one is not sooner
+    os.utime(curve_file("a"), (0, 0))
     assert load().cost(4, 64) == pytest.approx(1.5)
     os.utime(curve_file("a"), (0, 0))
     assert load().measured == 3

@@ -175,14 +175,14 @@ def _load_or_measure(target: Target, name: str, notice: Callable[[str], None], d
             return saved
         measured = measure(target, device=device)
         if not measured.has_rows:
-            return saved or CostCurve.unmeasured(
-                on_gpu
-            )  # no step of several rows fits in memory or the vocabulary
+            # No step of several rows fits in memory or the vocabulary.
+            return saved or CostCurve.unmeasured(on_gpu)
     except (NumericalError, OutOfMemory, SettingsError):
         # Some tokens have NaN logits, which sequences report when they occur, there is no memory, or the model's
         # context is too short.
         return saved or CostCurve.unmeasured(on_gpu)
     if not measured.steady and saved is not None:
+        keep_curve(name, saved, notice)  # as new, so that not every process on a busy machine measures
         return saved
     if not measured.steady:
         typical = CostCurve.typical(on_gpu)
