@@ -190,11 +190,11 @@ def test_fewer_texts_are_written_together_if_they_do_not_fit_in_memory(tmp_path,
         engine.sequences.append(SimpleNamespace(tokens=[], request=SimpleNamespace(tag=number)))
 
     monkeypatch.setattr(Writer, "_add", add)
-    llm = SimpleNamespace(**vars(LLM), engine=lambda max_sequences: SmallEngine(3))
+    llm = SimpleNamespace(**vars(LLM), engine=lambda max_sequences, prefix_cache: SmallEngine(3))
     writer = Writer(llm, Folder(tmp_path), 8)
     assert writer.write(lambda tokens, seconds: tokens >= 30) == 30
     assert 1 <= writer.batch <= 3
-    llm.engine = lambda max_sequences: SmallEngine(0)
+    llm.engine = lambda max_sequences, prefix_cache: SmallEngine(0)
     with pytest.raises(OutOfMemory):
         writer.write(lambda tokens, seconds: False)
 

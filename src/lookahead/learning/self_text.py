@@ -229,7 +229,8 @@ class Writer:
         compiled = False
         tokens = 0
         ended = list[Text]()
-        engine = self.llm.engine(max_sequences=self.batch)
+        # All prompts begin with the chat template, whose rows are reused.
+        engine = self.llm.engine(max_sequences=self.batch, prefix_cache=1)
         try:
             while not enough(tokens, monotonic() - begin):
                 # Keep the batch full.
