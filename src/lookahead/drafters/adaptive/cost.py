@@ -242,12 +242,14 @@ def save_curve(model: str, curve: CostCurve) -> Path:
 
 
 def is_due(model: str, curve: CostCurve) -> bool:
-    """Whether a saved curve should be measured again: it has fewer than ``MEASUREMENTS``, and the last is old."""
+    """Whether a saved curve should be measured again: it has fewer than ``MEASUREMENTS``, the last is old, and the new
+    one can be saved."""
+    path = curve_file(model)
     try:
-        age = time.time() - curve_file(model).stat().st_mtime
+        age = time.time() - path.stat().st_mtime
     except OSError:  # another process has removed it
         return False
-    return curve.measured < MEASUREMENTS and age > APART
+    return curve.measured < MEASUREMENTS and age > APART and os.access(path.parent, os.W_OK)
 
 
 def keep_curve(model: str, curve: CostCurve, notice: Callable[[str], None]) -> bool:
