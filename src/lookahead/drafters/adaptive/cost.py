@@ -242,8 +242,10 @@ def save_curve(model: str, curve: CostCurve) -> Path:
 
 
 def is_due(model: str, curve: CostCurve) -> bool:
-    """Whether a saved curve should be measured again: it has fewer than ``MEASUREMENTS``, the last is old, and the new
-    one can be saved."""
+    """Whether a saved curve should be measured again.
+
+    It has fewer than ``MEASUREMENTS``, the last is old, and the new one can be saved.
+    """
     path = curve_file(model)
     try:
         age = time.time() - path.stat().st_mtime
