@@ -25,6 +25,7 @@ from lookahead.cli import app
 from lookahead.cli.adapter import with_options
 from lookahead.cli.command import Command as HelpCommand
 from lookahead.cli.demo import ROUNDS
+from lookahead.core.target import BIT_EQUAL
 from lookahead.drafters import METHODS
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.option import option
@@ -260,6 +261,26 @@ def test_a_file_of_prompts_gives_a_json_line_each(model, llm, tmp_path):
         assert record["finish_reason"] == plain.finish_reason
         assert record["steps"] == llm.generate(prompt, max_new_tokens=20).stats.steps
         assert record["seconds"] > 0
+
+
+def test_with_chat_a_text_is_a_message_of_the_user(model, llm, tmp_path):
+    message = [{"role": "user", "content": "hi"}]
+    words = ("--chat", "--max-new-tokens", 20)
+    expected = llm.generate(message, max_new_tokens=20, drafter="off").tokens
+    assert expected != llm.generate("hi", max_new_tokens=20, drafter="off").tokens
+    _, out, _ = call("generate", model, "--prompt", "hi", "--json", *words)
+    assert (json.loads(out)["prompt"], json.loads(out)["output_ids"]) == ("hi", expected)
+    source = prompts(tmp_path / "in.jsonl", {"prompt": "hi"}, {"messages": message}, {"prompt": ""})
+    code, out, _ = call("generate", model, "--input", source, *words)
+    one, other, empty = map(json.loads, out.splitlines())
+    assert code == 1
+    assert one["output_ids"] == other["output_ids"] == expected
+    assert one["prompt_hash"] == other["prompt_hash"]
+    assert "must not be empty" in empty["error"]
+
+
+def test_chat_needs_a_chat_template(tmp_path):
+    refused("need a chat template", "generate", "tiny", "--prompt", "hi", "--chat")
 
 
 def test_bad_lines_get_an_error_line_and_the_run_goes_on(model, tmp_path):
@@ -616,9 +637,20 @@ def test_verify_own_prompts(model):
     )
 
 
-@pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])
-def test_verify_finds_a_wrong_token(model, accept_a_wrong_node, dtype, status):
-    code, out, _ = call("verify", model, "--prompt", PROMPT, "--dtype", dtype, "--json")
+@pytest.mark.parametrize(
+    ("dtype", "reference", "status"),
+    [
+        ("float32", "plain", 1),
+        ("bfloat16", "plain", 1),
+        ("float32", "generate", 1),
+        ("bfloat16", "generate", 0),
+    ],
+)
+def test_verify_finds_a_wrong_token(model, accept_a_wrong_node, dtype, reference, status):
+    """The path promises bits that equal its own plain decoding; transformers rounds bfloat16 differently."""
+    words = ("--prompt", PROMPT, "--dtype", dtype, "--reference", reference, "--json")
+    code, out, _ = call("verify", model, *words)
+    assert json.loads(out)["promise"] == BIT_EQUAL
     (run,) = json.loads(out)["prompts"]
     assert code == status
     assert run["equal"] is False
@@ -803,7 +835,7 @@ def test_every_option_of_the_python_api_that_text_can_say_is_in_help_all():
                 assert (flag in text and field.metadata["help"] in text) == offered, flag
 
 
-def test_the_help_of_generate_has_four_groups_and_ten_options():
+def test_the_help_of_generate_has_four_groups_and_eleven_options():
     def groups(flag):
         text = ANSI.sub("", CliRunner().invoke(app, ["generate", flag], env={"COLUMNS": "200"}).stdout)
         parts = re.findall(r"^╭─ (.*?) ─+╮\n(.*?)^╰", text, re.S | re.M)
@@ -817,7 +849,7 @@ def test_the_help_of_generate_has_four_groups_and_ten_options():
             *("Arguments", "Prompt and output", "Generation", "Drafting", "Model and machine"),
         ]
     )
-    assert sum(map(len, short.values())) == 10 + len(("--help", "--help-all"))
+    assert sum(map(len, short.values())) == 11 + len(("--help", "--help-all"))
     assert sum(map(len, whole.values())) > 50
     assert groups("--help") == short, "the help stays short after a long one"
 

@@ -17,6 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ..core.target import BIT_EQUAL, CHECKED
+
 if TYPE_CHECKING:
     from ..core import Result, Stats
     from ..llm import LLM
@@ -153,7 +155,15 @@ def compared(llm: LLM, comparison: Comparison) -> str:
     )
 
 
-def diverged(llm: LLM, equal: Sequence[bool]) -> int:
-    """Exit status: 1 if completions differ in 32 bits or more. In 16 bits, rounding may resolve near ties
-    differently."""
-    return int(not all(equal) and not llm.probe.half)
+def diverged(llm: LLM, equal: Sequence[bool], same_path: bool = True) -> int:
+    """Exit status: 1 if completions differ although the path promises equal bits, or computes in 32 bits or more.
+
+    On other paths in 16 bits, rounding may resolve near ties differently.
+
+    Args:
+        same_path: whether the completions were compared with those of the same path.
+    """
+    if all(equal):
+        return 0
+    promised = same_path and llm.target().promise in (BIT_EQUAL, CHECKED)
+    return int(promised or not llm.probe.half)

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -105,10 +105,16 @@ def print_text(updates: Updates, color: bool, file: IO[str] | None = None) -> Re
     return result.checked()
 
 
-def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
+def as_message(text: str) -> list[dict[str, str]]:
+    """A conversation that consists of one message of the user."""
+    return [{"role": "user", "content": text}]
+
+
+def _one(llm: LLM, text: str, task: Task, options: dict[str, Any]) -> int:
     """Stream one completion to stdout. Returns the exit status."""
     from . import compare as comparing
 
+    prompt = as_message(text) if task.chat else text
     if task.compare:  # so that neither measurement includes one-off work
         for drafter in (None, Plain()):
             llm.generate(prompt, max_new_tokens=8, drafter=drafter)
@@ -132,7 +138,7 @@ def _one(llm: LLM, prompt: str, task: Task, options: dict[str, Any]) -> int:
         comparison = comparing.compare(llm, result, plain)
     # The report: a record on stdout, or a line on stderr.
     if task.json:
-        record = {"prompt": prompt} | as_record(result) | {"stats": result.stats.as_dict()}
+        record = {"prompt": text} | as_record(result) | {"stats": result.stats.as_dict()}
         if comparison is not None:
             record["compare"] = comparison.as_dict()
         typer.echo(json.dumps(record, ensure_ascii=False))
@@ -194,10 +200,20 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def read_jobs(data: bytes) -> list[Job]:
-    """The jobs of all non-blank lines."""
+def read_jobs(data: bytes, chat: bool = False) -> list[Job]:
+    """The jobs of all non-blank lines.
+
+    Args:
+        chat: whether a text is a message of the user.
+    """
     lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    return [_job(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    jobs = [_job(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+    def as_chat(job: Job) -> Job:
+        is_text = isinstance(job.prompt, str) and job.prompt  # an empty prompt is refused later
+        return replace(job, prompt=as_message(job.prompt)) if is_text else job
+
+    return list(map(as_chat, jobs)) if chat else jobs
 
 
 def _no_constant(name: str) -> None:
@@ -365,7 +381,7 @@ def run_batch(
     """
     # Find the prompts without a result, before the model is loaded.
     source, output = task.input or Path("-"), task.output
-    jobs = read_jobs(read_bytes(source, "--input"))
+    jobs = read_jobs(read_bytes(source, "--input"), task.chat)
     earlier = [] if output is None else _earlier(source, output, task)
     if output is not None and earlier and not task.mix_settings:
         check_settings(output, settings)

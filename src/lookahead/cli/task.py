@@ -21,6 +21,11 @@ class Task(OptionSet):
     prompt_file: Path | None = option(
         None, "Read the prompt from a file, unchanged; - is stdin.", common=True
     )
+    chat: bool = option(
+        False,
+        'Apply the model\'s chat template to --prompt, --prompt-file or each "prompt" of --input.',
+        common=True,
+    )
     input: Path | None = option(
         None,
         'JSON lines, each with "prompt", "messages" or "input_ids", and optionally an "id"; - is stdin.',
