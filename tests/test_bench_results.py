@@ -174,12 +174,15 @@ def test_a_measurement_from_the_command_line(tmp_path, monkeypatch):
     done = invoke(*words)
     assert done.exit_code == 0, done.output
     assert "lookahead:4,3,4" in done.output
+    assert "measured earlier" not in done.output
     names = {path.name for path in tmp_path.iterdir()}
     assert {"records.jsonl", "summary.md", "tokens-per-second.png"} <= names
     rows = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * 4
     assert all(row["equal"] for row in rows)
-    assert invoke(*words).exit_code == 0
+    again = invoke(*words)
+    assert again.exit_code == 0
+    assert "8 of 8 completions were measured earlier" in " ".join(again.output.split())
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 8
     for kind, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
         data = (tmp_path / f"tokens-per-second.{kind}").read_bytes()

@@ -146,12 +146,19 @@ def measure(
     for name in names:
         make_methods(name, loaded)  # reject an invalid name before measuring anything
     records = Records(out)
+    earlier = {record["key"] for record in records.read()}
     try:
         with progress() as show:
             result = run(names, prompts, loaded, run_options, records, show)
     except KeyboardInterrupt:
         note(f"{records.path} has {len(records.read())} finished records; the same command continues")
         raise
+    reused = sum(record["key"] in earlier for record in result)
+    if reused:
+        note(
+            f"{reused} of {len(result)} completions were measured earlier; to measure them again, remove "
+            f"{records.path} or give another --out"
+        )
     write_report(result, out, command_line(), draw)
 
 
