@@ -115,13 +115,13 @@ def body(lines: Sequence[dict[str, Any]], held: dict[str, Any]) -> list[str]:
         "plain, tokens/s",
         "adaptive, tokens/s",
         "speed-up",
-        "least",
+        "lowest",
         "S",
         "rows per sequence",
     ]
     rows = [
         [
-            f"{x['batch']}",
+            f"{x['batch']}{', none waiting' if x['texts'] <= x['batch'] else ''}",
             f"{x[PLAIN]:.1f}",
             f"{x['adaptive']:.1f}",
             f"{x['speedup']:.2f}",
@@ -139,13 +139,24 @@ def body(lines: Sequence[dict[str, Any]], held: dict[str, Any]) -> list[str]:
     return [
         markdown_table([*headings, "equal"], rows),
         "",
-        "Seconds without the prefills; medians of paired runs. A waiting text takes the place of one that ends. "
-        "In the last line none waits: texts that end early leave the others behind.",
+        "Seconds without the prefills. Plain and adaptive alternate: tokens/s are medians over their runs, speed-up "
+        "is the median of the ratios of paired runs (not the ratio of the two medians), and lowest the smallest of "
+        "these ratios. A waiting text takes the place of one that ends. In the last line none waits: texts that end "
+        "early leave the others behind.",
         "",
         f"Memory{weights} at the end of a text of {held['tokens']} tokens:",
         "",
         markdown_table(["", "MB"], [[name, f"{size / 1e6:.3f}"] for name, size in sizes.items()]),
     ]
+
+
+def about(given: argparse.Namespace, texts: int) -> str:
+    """A sentence about the prompts."""
+    sets = f"{', '.join(WORKLOADS[:-1])} and {WORKLOADS[-1]}"
+    return (
+        f"Prompts: {given.limit} of each of {sets}, {texts} in all; at most "
+        f"{given.max_new_tokens} new tokens for each. Each line has {given.repeats} pairs of runs."
+    )
 
 
 def main() -> None:
@@ -174,7 +185,8 @@ def main() -> None:
         print(lines[-1], file=sys.stderr, flush=True)
     record = environment() | {"model": llm.name, "dtype": llm.dtype, "path": llm.path, "load": load}
     held = memory(llm, max(prompts, key=len), given.max_new_tokens)
-    print(write_page(given.out, "Batch size and memory", record, lines, body(lines, held), memory=held))
+    text = [about(given, len(prompts)), "", *body(lines, held)]
+    print(write_page(given.out, "Batch size and memory", record, lines, text, memory=held))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ from .page import write_page
 TEMPERATURES = (0.0, 0.8)
 #: Methods measured for cost.
 METHODS = ("plain", "adaptive")
+#: Tokens of a prompt, its last ones.
+LONGEST = 120
 Job = tuple[str, float, dict[str, Any]]
 
 
@@ -79,7 +81,7 @@ def text_jobs(given: argparse.Namespace) -> Iterator[Job]:
 def measure_texts(llm: LLM, settings: dict[str, Any]) -> dict[str, Any]:
     """One group of completions, plain and drafted."""
     first, end = settings["texts"]
-    prompts = [llm.encode(prompt["plain"])[-120:] for prompt in stdlib_prompts(end)][first:]
+    prompts = [llm.encode(prompt["plain"])[-LONGEST:] for prompt in stdlib_prompts(end)][first:]
     take(llm, settings["exact"])
     shared: dict[str, Any] = {
         "max_new_tokens": settings["new_tokens"],
@@ -125,7 +127,7 @@ def cost_jobs(given: argparse.Namespace) -> Iterator[Job]:
 def measure_cost(llm: LLM, settings: dict[str, Any]) -> dict[str, Any]:
     """Tokens per second of plain and drafted decoding, exact and not, and whether exact completions are equal."""
     real = llm.tokenizer is not None
-    prompts = [llm.encode(prompt["plain"])[-120:] for prompt in stdlib_prompts(3)] if real else []
+    prompts = [llm.encode(prompt["plain"])[-LONGEST:] for prompt in stdlib_prompts(3)] if real else []
     generator = torch.Generator().manual_seed(0)
     prompts = prompts or [torch.randint(3, 1000, (60,), generator=generator).tolist() for _ in range(2)]
     seconds: dict[str, list[float]] = {}
@@ -180,17 +182,37 @@ def body(lines: list[dict[str, Any]]) -> list[str]:
         )
     heads = ["mode", "temperature", "texts that differ", "tokens", "tokens per step"]
     heads += ["processor ms per token, plain", "drafted"]
-    text = ["Several texts at a time:", "", markdown_table(heads, rows), ""]
+    count = max((line["texts"][1] for line in groups), default=0)
+    new_tokens = max((line["new_tokens"] for line in groups), default=0)
+    text = [
+        f"Prompts: {count} functions of Python's standard library without their bodies, at most {LONGEST} tokens of "
+        f"each, and {new_tokens} new tokens. Several texts at a time:",
+        "",
+        markdown_table(heads, rows),
+        "",
+    ]
 
     costs = []
+    slower = 0
     for line in lines:
         for method in METHODS if "cost" in line else ():
             exact, other = (line["rates"][f"{mode} {method}"] for mode in ("exact", "ordinary"))
             differ = f"{line['differ']} of {line['texts']}"
+            slower += exact < other
             rates = [f"{other:.1f}", f"{exact:.1f}", f"{exact / other:.2f}"]
             costs.append([line["cost"], line["dtype"], method, *rates, differ])
     heads = ["model", "dtype", "method", "tokens/s", "exact", "ratio", "exact texts that differ"]
-    return [*text, "One text at a time:", "", markdown_table(heads, costs, texts=3)]
+    new_tokens = max((line["new_tokens"] for line in lines if "cost" in line), default=0)
+    return [
+        *text,
+        f"One text at a time, {new_tokens} tokens each: the first of these prompts greedily, and for the 0.5b shape, "
+        "which has random weights, random tokens at temperature 1:",
+        "",
+        markdown_table(heads, costs, texts=3),
+        "",
+        "Exact mode is for output that must be equal, not for speed: it is slower than ordinary decoding in "
+        f"{slower} of these {len(costs)} lines.",
+    ]
 
 
 def load(given: argparse.Namespace, settings: dict[str, Any]) -> LLM:

@@ -60,17 +60,19 @@ MODES = (
 )
 #: llama-lookup's numbers of drafted tokens; None is its default.
 LOOKUPS = (None, 8)
+#: {tokens}: the largest number of new tokens of a completion.
 ABOUT = (
-    "Greedy; the same file, prompts and threads for each. S is tokens per pass after the prompt, tokens/s leave the "
-    "prompt out: the median over the repeats, with their range. In each repeat, ours and llama.cpp's command-line "
-    "programs decode each prompt in turn, and then the server decodes all prompts in one mode after the other. "
-    "ours: on the llama.cpp engine; ours, CPU path: this library's own kernels. llama-bench decodes random tokens "
-    "after as many as each prompt has. (15,5,15) is the triple that is compiled into llama-lookahead. llama-lookup "
-    "drafts its default of three tokens or the number shown, ours ten. The server's modes have their defaults, "
-    "which look up 12 or 24 tokens and draft about 48, or the numbers shown: tokens looked up and drafted "
-    "(ngram-mod: looked up, least and most drafted); each has one server per repeat, so ngram-mod, which remembers, "
-    "may use the earlier prompts of the set. llama-lookup and llama-lookahead print no token ids, so their texts "
-    "cannot be compared."
+    "Greedy; the same file, prompts and threads for each, and at most {tokens} new tokens per completion, which "
+    "llama.cpp's examples may exceed by the drafts of their last pass. S is tokens per pass after the prompt, "
+    "tokens/s leave the prompt out: the median over the repeats, with their range. In each repeat, ours and "
+    "llama.cpp's command-line programs decode each prompt in turn, and then the server decodes all prompts in one "
+    "mode after the other. ours: on the llama.cpp engine; ours, CPU path: this library's own kernels. llama-bench "
+    "decodes random tokens after as many as each prompt has. (15,5,15) is the triple that is compiled into "
+    "llama-lookahead. llama-lookup drafts three tokens by default, or the number shown; our prompt lookup drafts "
+    "ten. The server's modes have their defaults, which look up 12 or 24 tokens and draft about 48, or the numbers "
+    "shown: tokens looked up and drafted (ngram-mod: looked up, least and most drafted); each has one server per "
+    "repeat, so ngram-mod, which remembers, may use the earlier prompts of the set. llama-lookup and llama-lookahead "
+    "print no token ids, so their texts cannot be compared."
 )
 #: (tokens, passes, seconds), of one prompt or of all.
 Cost = tuple[int, int, float]
@@ -298,7 +300,7 @@ def main(words: Sequence[str] | None = None) -> None:
     committed.write(path, head, records)
     _, records = committed.read(path)  # with the rounded times, from which the page can be computed again
     figures = tables(records)
-    body = [ABOUT, "", f"llama.cpp: {software}.", ""]
+    body = [ABOUT.format(tokens=arguments.tokens), "", f"llama.cpp: {software}.", ""]
     for name, rows in figures.items():
         count = len({record["prompt"] for record in records if record["workload"] == name})
         body += [

@@ -1,4 +1,5 @@
 """llama.cpp's own server as a method of the benchmark; a native build is faster than the package llama-cpp-python.
+At a temperature above 0, it draws from the whole vocabulary, as our methods do.
 
     llamacpp-server                plain decoding of the GGUF file that the model was read from
     llamacpp-server:FILE           another file
@@ -17,6 +18,7 @@ import atexit
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,7 @@ def draft_options(mode: str, numbers: str = "") -> list[str]:
 
 
 class LlamaServer(Method):
-    """Greedy decoding by llama-server.
+    """Decoding by llama-server.
 
     Args:
         given: FILE, FILE:MODE or FILE:MODE:NUMBERS; an empty file stands for the model's own.
@@ -116,7 +118,7 @@ class LlamaServer(Method):
         return False
 
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
-        if options.temperature:
+        if options.temperature and self.mode:
             raise SettingsError(f"{self.label} is greedy, got temperature {options.temperature:g}")
         if len(prompt) + options.max_new_tokens > CONTEXT:
             raise SettingsError(
@@ -128,20 +130,23 @@ class LlamaServer(Method):
                 running(self._words, "/health") as address,
                 httpx.Client(base_url=address, timeout=600) as own,
             ):
-                complete(own, prompt[:8], 8)  # not counted: the first pass of a server is slower
-                answer = complete(own, prompt, options.max_new_tokens)
+                # Not counted, because the first pass of a server is slower.
+                complete(own, prompt[:8], replace(options, max_new_tokens=8))
+                answer = complete(own, prompt, options)
         else:
             if self._client is None:
                 address = _open.enter_context(running(self._words, "/health"))
                 self._client = _open.enter_context(httpx.Client(base_url=address, timeout=600))
-            answer = complete(self._client, prompt, options.max_new_tokens)
+            answer = complete(self._client, prompt, options)
         return outcome_of_answer(answer, len(prompt), min(model.eos, default=0))
 
 
-def complete(client: httpx.Client, prompt: Sequence[int], new_tokens: int) -> dict[str, Any]:
+def complete(client: httpx.Client, prompt: Sequence[int], options: RunOptions) -> dict[str, Any]:
     """The server's answer to a prompt of token ids."""
-    body = {"prompt": list(prompt), "n_predict": new_tokens, "temperature": 0}
+    body = {"prompt": list(prompt), "n_predict": options.max_new_tokens, "temperature": options.temperature}
     body |= {"cache_prompt": False, "return_tokens": True}
+    if options.temperature:  # its defaults keep the 40 best tokens and drop improbable ones
+        body |= {"top_k": options.top_k, "top_p": 1.0, "min_p": 0.0, "seed": options.seed}
     answer: dict[str, Any] = client.post("/completion", json=body).raise_for_status().json()
     return answer
 

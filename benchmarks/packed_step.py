@@ -68,10 +68,10 @@ LOADED = {
 ABOUT = (
     "A start is a command from the shell to its end with eight tokens; that of llama.cpp is a Python process. "
     "llama.cpp evaluates the same trees as ours, through this library's engine for it, so t(1) includes some Python "
-    "that its own programs do not have. Before each step, 50 ms pass in which the threads of the other library come "
-    "to rest, so the weights are read from memory, and a step takes longer than within a text. The floor of a step "
-    "is the bytes of the weights over the read bandwidth, the median of a measurement after each number of rows; "
-    "both have noise, so a step may be a few percent below it."
+    "that its own programs do not have. The two alternate: after 50 ms, in which the threads of the other come to "
+    "rest, one step is not counted and the next is, which may take longer than within a text. The floor of a step is "
+    "an estimate: the bytes of the weights over the read bandwidth, the median of a measurement after each number of "
+    "rows. It has the noise of that measurement, so a step may even be below it."
 )
 
 

@@ -12,6 +12,11 @@ from lookahead.core import SettingsError
 
 #: Number of cores that other programs may use.
 SHARE = 0.1
+#: Why a load average above zero does not mean that other work ran.
+WHOSE_LOAD = (
+    "the benchmark's own threads included; `make results` starts a page only while other programs use less than a "
+    "tenth of a core"
+)
 STAT = Path("/proc/stat")
 
 
@@ -26,7 +31,9 @@ def processor() -> str:
 def load_text(loads: Iterable[float | None]) -> str:
     """The load averages of measurements as a sentence; empty if unknown."""
     known = [load for load in loads if load is not None]
-    return f"Load average: {min(known):.1f} to {max(known):.1f}." if known else ""
+    if not known:
+        return ""
+    return f"Load average: {min(known):.1f} to {max(known):.1f}, {WHOSE_LOAD}."
 
 
 def machine_text(processor: str, loads: Iterable[float | None]) -> str:

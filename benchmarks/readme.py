@@ -58,12 +58,22 @@ CHINESE = {
     r" in ([\w +]+) on the (\S+) path": r", 权重 \1, \2 路径",
     r" \(\[the page\]\((.*?)\)\)\.": r"（[结果页](\1)）。",
     r"\| times plain \(95 %\) \| runs \|": "| 相对普通解码 (95 %) | 各次运行 |",
-    r"Of (\d+) sequences, (\d+) took over 1.02 times as long as plain decoding with the default, (\d+) over "
-    r"1.1 times, the worst ([\d.]+)\.": r"\1 个序列中，默认方法有 \2 个用时超过普通解码的 1.02 倍，"
-    r"\3 个超过 1.1 倍，最慢 \4。",
-    r" For comparison, a second run of plain decoding took over 1\.02 times as long as the first in (\d+) sequences, "
-    r"over 1\.1 times in (\d+), at worst ([\d.]+)\.": (
-        r"作为对照，普通解码的第二次运行中，用时超过第一次 1.02 倍的有 \1 个，超过 1.1 倍的有 \2 个，最慢 \3。"
+    r"In the first run, (\d+) of (\d+) sequences took more than 1\.02 times as long with the default as with plain "
+    r"decoding, and (\d+) more than 1\.1 times; the largest ratio is ([\d.]+)\.": (
+        r"第一次运行中，默认方法有 \1/\2 个序列用时超过普通解码的 1.02 倍，\3 个超过 1.1 倍，最慢 \4。"
+    ),
+    r" The second run of plain decoding took more than 1\.02 times as long as its first in (\d+) sequences, more "
+    r"than 1\.1 times in (\d+), at worst ([\d.]+)\.": (
+        r"普通解码的第二次运行中，用时超过第一次 1.02 倍的有 \1 个，超过 1.1 倍的有 \2 个，最慢 \3。"
+    ),
+    r" On \[more categories\]\((.*?)\), decoded once each, (\d+) of (\d+) sequences took more than 1\.02 times as "
+    r"long, (\d+) more than 1\.1 times, at worst ([\d.]+)\.": (
+        r"在[更多类别](\1)上各解码一次，\2/\3 个序列用时超过 1.02 倍，\4 个超过 1.1 倍，最慢 \5。"
+    ),
+    r" ?In the (\d+) of (\d+) sequences in which plain decoding repeats no eight tokens, the default has S (\S+) and "
+    r"(\S+( \(\S+\))?) times plain decoding's speed: small models repeat themselves, which favours drafts\.": (
+        r"在普通解码没有重复任何八个 token 的 \1/\2 个序列中，默认方法的 S 为 \3，速度是普通解码的 \4 倍："
+        r"小模型会重复自己，这有利于草稿。"
     ),
     r"llama\.cpp's own programs, built natively, are faster than its Python package in the table: at most (\d+) "
     r"tokens/s in plain decoding and (\d+) with drafts \((.*?)\) on three data sets": (
@@ -73,13 +83,13 @@ CHINESE = {
     r"With drafts, llama\.cpp reaches at most (\d+) tokens/s \((.*?)\), and (\d+) without, on three data sets": (
         r"在三个数据集上，llama.cpp 使用草稿最高每秒 \1 个 token（\2），不用草稿最高 \3"
     ),
-    r" After prompts of under (\d+) tokens, compared with llama\.cpp's server in (\S+), plain decoding is (\S+) "
-    r"times as fast; after (\d+) to (\d+), (\S+) times; after longer ones, (\S+) times, because llama\.cpp slows "
-    r"down more with the context\. In the (\d+) runs it had (.*?) tokens/s, and llama\.cpp's server (.*?): other "
-    r"guests of the host disturb both\.": (
-        r"提示词少于 \1 个 token 时，与 llama.cpp 服务器（\2）相比，普通解码的速度是其 \3 倍；"
-        r"\4 到 \5 个时 \6 倍；更长时 \7 倍，因为 llama.cpp 随上下文变慢得更多。"
-        r"\8 次运行中，普通解码每秒 \9 个 token，llama.cpp 服务器 \10 个：主机上的其他虚拟机对两者都有干扰。"
+    r" Our plain decoding is (\S+) times as fast as llama\.cpp's server in (\S+) after prompts of fewer than (\d+) "
+    r"tokens, (\S+) times after (\d+) to (\d+), and (\S+) times after longer ones, because llama\.cpp slows down "
+    r"more with the context\. Over the (\d+) runs it reached (.*?) tokens/s, and llama\.cpp's server (.*?); the host "
+    r"is shared with other virtual machines\.": (
+        r"我们的普通解码速度 \1 倍于 llama.cpp 服务器（\2，提示词少于 \3 个 token 时），"
+        r"\4 倍（\5 到 \6 个时），更长时 \7 倍，因为 llama.cpp 随上下文变慢得更多。"
+        r"\8 次运行中，普通解码每秒 \9 个 token，llama.cpp 服务器 \10 个；主机上还有其他虚拟机。"
     ),
     r"\| equal \|": "| 一致 |",
     r"(\d+) of (\d+)": r"\1/\2",
@@ -97,10 +107,9 @@ CHINESE = {
         r"**内存**：使用默认模型的文件时最多常驻 \1"
     ),
     r", against (.*?) for llama\.cpp\.": r"，llama.cpp 为 \1。",
-    r"\*\*First use\*\*: (.*?) once per machine and version, to compile the kernels and measure the cost of steps of "
-    r"the model; "
-    r"llama\.cpp has no such step, because it is compiled in advance\.": (
-        r"**首次使用**：每台机器和每个版本一次，\1，用来编译算子并测量该模型的单步耗时；"
+    r"\*\*First use\*\*: (.*?), to compile the kernels once per machine and version, and to measure the cost of "
+    r"steps once per model; llama\.cpp has no such step, because it is compiled in advance\.": (
+        r"**首次使用**：\1，每台机器和每个版本编译一次算子，每个模型测量一次单步耗时；"
         "llama.cpp 事先编译，没有这一步。"
     ),
     r"Medians with their range, both with the default model's file": "中位数与范围，两者都使用默认模型的文件",
@@ -155,15 +164,48 @@ def slower(facts: dict[str, Any]) -> str:
     """How many sequences drafting slowed down, and how many plain decoding's second run."""
     adaptive, plain = facts["overall"]["adaptive"], facts["overall"]["plain"]
     text = (
-        f"Of {adaptive['timed']} sequences, {adaptive['slower']} took over 1.02 times as long as plain "
-        f"decoding with the default, {adaptive['much_slower']} over 1.1 times, the worst {adaptive['worst']:.2f}."
+        f"In the first run, {adaptive['slower']} of {adaptive['timed']} sequences took more than 1.02 times as long "
+        f"with the default as with plain decoding, and {adaptive['much_slower']} more than 1.1 times; the largest "
+        f"ratio is {adaptive['worst']:.2f}."
     )
     if plain["worst"] is not None:
         text += (
-            f" For comparison, a second run of plain decoding took over 1.02 times as long as the first in "
-            f"{plain['slower']} sequences, over 1.1 times in {plain['much_slower']}, at worst {plain['worst']:.2f}."
+            f" The second run of plain decoding took more than 1.02 times as long as its first in {plain['slower']} "
+            f"sequences, more than 1.1 times in {plain['much_slower']}, at worst {plain['worst']:.2f}."
         )
     return text
+
+
+def slower_elsewhere(facts: dict[str, Any]) -> str:
+    """How many sequences the default slowed down on the page of more categories, where each is decoded once.
+
+    Args:
+        facts: those of the page ``end-to-end``.
+    """
+    own = [line["all"] for line in facts["figures"] if line["method"] == "adaptive"]
+    timed, slower, much_slower = (
+        sum(each[key] for each in own) for key in ("timed", "slower", "much_slower")
+    )
+    worst = max(each["worst"] for each in own)
+    return (
+        f"On [more categories](docs/results/end-to-end.md), decoded once each, {slower} of {timed} sequences took "
+        f"more than 1.02 times as long, {much_slower} more than 1.1 times, at worst {worst:.2f}."
+    )
+
+
+def without_loops(facts: dict[str, Any]) -> str:
+    """The default's figures over the sequences without loops; "" if the page has none."""
+    for line in facts.get("totals", ()):
+        found = re.fullmatch(r"the (\d+) loop-free of (\d+)", line["workload"])
+        if found is not None and line["method"] == "adaptive":
+            own = line["all"]
+            between = "" if own["low"] is None else f" ({own['low']:.2f}–{own['high']:.2f})"
+            return (
+                f"In the {found[1]} of {found[2]} sequences in which plain decoding repeats no eight tokens, the "
+                f"default has S {own['s_steps']:.2f} and {own['total']:.2f}{between} times plain decoding's speed: "
+                "small models repeat themselves, which favours drafts."
+            )
+    return ""
 
 
 def by_length(records: Sequence[Record]) -> str:
@@ -197,10 +239,10 @@ def by_length(records: Sequence[Record]) -> str:
     kind = Path(other).suffixes[-2][1:]
     first, last = LENGTHS
     return (
-        f"After prompts of under {first} tokens, compared with llama.cpp's server in {kind}, plain decoding is "
-        f"{ratios[0]:.2f} times as fast; after {first} to {last - 1}, {ratios[1]:.2f} times; after longer ones, "
-        f"{ratios[2]:.2f} times, because llama.cpp slows down more with the context. In the {len(repeats)} runs it "
-        f"had {ours} tokens/s, and llama.cpp's server {theirs}: other guests of the host disturb both."
+        f"Our plain decoding is {ratios[0]:.2f} times as fast as llama.cpp's server in {kind} after prompts of fewer "
+        f"than {first} tokens, {ratios[1]:.2f} times after {first} to {last - 1}, and {ratios[2]:.2f} times after "
+        f"longer ones, because llama.cpp slows down more with the context. Over the {len(repeats)} runs it reached "
+        f"{ours} tokens/s, and llama.cpp's server {theirs}; the host is shared with other virtual machines."
     )
 
 
@@ -268,8 +310,8 @@ def behind(found: dict[str, Any], served: Sequence[dict[str, Any]] = ()) -> str:
         f"- **Start**: {ours['start']} from the command to the end of a completion of one token{against('start')}.\n"
         f"- **Memory**: {ours['memory']} at most, with the default model's file{against('memory')}.\n"
         f"{first_token(served)}"
-        f"- **First use**: {ours['first use']} once per machine and version, to compile the kernels and measure the "
-        "cost of steps of the model; llama.cpp has no such step, because it is compiled in advance.\n"
+        f"- **First use**: {ours['first use']}, to compile the kernels once per machine and version, and to measure "
+        "the cost of steps once per model; llama.cpp has no such step, because it is compiled in advance.\n"
         "- Medians with their range, both with the default model's file ([the page](docs/results/startup.md))."
     )
 
@@ -297,7 +339,10 @@ def with_blocks(text: str, words: Mapping[str, str] = MappingProxyType({})) -> s
     if page.is_file():
         facts = json.loads(page.read_text())
         where = f"{facts['where']} ([the page](docs/results/{PAGE}.md)). {facts['busy']}".strip()
-        blocks["speeds"] = f"{_size(facts['command'])}{where}\n\n{speeds(facts)}\n\n{slower(facts)}"
+        others = RESULTS / "end-to-end.json"
+        elsewhere = slower_elsewhere(json.loads(others.read_text())) if others.is_file() else ""
+        told = " ".join(filter(None, [slower(facts), elsewhere, without_loops(facts)]))
+        blocks["speeds"] = f"{_size(facts['command'])}{where}\n\n{speeds(facts)}\n\n{told}"
         page = RESULTS / "llamacpp-examples.json"
         native = any(line["method"].startswith(LLAMA_SERVER) for line in facts["figures"])
         if page.is_file():
@@ -309,7 +354,12 @@ def with_blocks(text: str, words: Mapping[str, str] = MappingProxyType({})) -> s
     if page.is_file():
         facts = json.loads(page.read_text())
         where = f"{facts['where']} ([the page](docs/results/{LARGER_PAGE}.md)). {facts['busy']}".strip()
-        blocks["larger"] = f"{_size(facts['command'])}{where}\n\n{speeds(facts)}"
+        told = (
+            " ".join(filter(None, [slower(facts), without_loops(facts)]))
+            if "adaptive" in facts["overall"]
+            else ""
+        )
+        blocks["larger"] = f"{_size(facts['command'])}{where}\n\n{speeds(facts)}\n\n{told}".rstrip()
     page = RESULTS / "startup.json"
     if page.is_file():
         served = RESULTS / "serve.json"

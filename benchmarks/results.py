@@ -256,19 +256,45 @@ def _code(revision: str, name: str) -> bytes | str | None:
     return ast.dump(tree)
 
 
+#: How the methods are run, for all pages of methods side by side.
+HOW = (
+    "Each data set gives its first prompts, its categories in turn, and no prompt twice. All methods get the same "
+    "token ids, which include the chat template, the same number of threads and an empty cache. The host is shared "
+    "and its speed drifts, so compare speeds within a page. The adaptive drafter's priors were fitted on other "
+    "prompts, except that some of Spec-Bench's may be among them."
+)
+#: How peers are run -> the beginning of their methods' names.
+PEERS_HOW = {
+    LLAMA_SERVER: "llama.cpp's server has one slot, a context of 4096 tokens and no cache of prompts, with its "
+    "defaults otherwise (flash attention auto, keys and values in f16). Tokens and seconds are those that it "
+    "reports, without HTTP. With drafts, each completion has a new server, which first decodes eight tokens that do "
+    "not count.",
+    "openvino": "OpenVINO GenAI runs in this process, with as many threads, and keeps no prompts.",
+}
 #: Page -> what a reader must know about its comparison.
 NOTES = {
     "bench-packed": "The file is made from the default model's Q4_1 file: embeddings and output rows are Q4_0 too. "
-    "llama.cpp's server and OpenVINO GenAI keep no prompts between completions.",
+    "`lookahead:15,5,15` has the paper's settings and decodes in the first run only. "
+    "`adaptive:sources=suffix+logits+jacobi` has no base table, which the default model brings; llama.cpp's "
+    "ngram-cache can load statistics of text from a file too, but there is none for this model. llama.cpp's ngram "
+    "modes are those of [its own programs](llamacpp-examples.md): ngram-mod with its defaults, and the fastest "
+    "setting of the plain modes; llama-lookup, which prints no token ids, is on that page alone.",
+    "bench-packed-sampled": "Every method draws from the whole vocabulary at the same temperature. Ours draw the "
+    "same tokens as plain decoding with the same seed; llama.cpp draws others, so its completions differ in length "
+    "and text, and it reads the file in Q4_0, its fastest format.",
+    "bench-packed-head": "The default model's own file, in Q4_1, and its light head. README's table has the same "
+    "model in Q4_0.",
     "bench-packed-q4_k_m": "Rows of SmolLM2 have 576 weights, not a multiple of 256, so most matrices of its "
     "Q4_K_M file are Q5_0 and Q8_0. Files of larger models consist mostly of Q4_K and Q6_K, for which llama.cpp has "
-    "faster kernels, so its line does not carry over to them.",
+    "faster kernels, so its figures here do not apply to them.",
     "bench-openvino": "OpenVINO GenAI reads the same GGUF file, so that all have the same weights; its own "
     "compressed format (NNCF) and the precision of its key-value cache were not varied. In README's table, it has "
     "the fastest precision and setting of this page, over all prompts; settings whose speeds are within a few "
     "percent are a tie.",
-    readme.LARGER_PAGE: "All methods read the same file. The package includes no base table for this model: the "
-    "first adaptive drafter has none, and the second has the one that `lookahead learn` makes in ten minutes.",
+    readme.LARGER_PAGE: "All methods read the same file; llama.cpp also reads one converted from it to Q4_0, a "
+    "format that it repacks for this processor, where it is faster. The package includes no base table for this "
+    "model: the first adaptive drafter has none, and the second has the one that `lookahead learn` makes in ten "
+    "minutes.",
     "bench-bf16": "hf-compiled is transformers with torch.compile and a static cache of 1024 positions; its "
     "compilation is not counted.",
 }
@@ -283,8 +309,9 @@ def side_by_side(name: str) -> tuple[str, str]:
     if "software" in head:
         about = machine_text(head["processor"], (record.get("load") for record in records))
         text += "\n" + f"{head['software']} {about}".strip() + "\n"
-    if name in NOTES:
-        text += f"\n{NOTES[name]}\n"
+    named = {line["method"] for line in facts["figures"]}
+    how = [words for peer, words in PEERS_HOW.items() if any(method.startswith(peer) for method in named)]
+    text += "\n" + "\n\n".join(filter(None, [NOTES.get(name, ""), " ".join([HOW, *how])])) + "\n"
     origin = f"Every figure of this page is computed from [its records](records/{name}.jsonl.gz)."
     page = f"# {title}\n\n{text}\n{origin}\n\n![{figure_text(facts)}]({name}.svg)\n"
     return page, json.dumps(facts, indent=1) + "\n"
@@ -446,10 +473,14 @@ def _packed(given: Sources) -> list[Step]:
         file, methods = _converted(model, kind) if kind else model, list(METHODS)
         if name == "bench-packed-head":
             methods = ["adaptive", "adaptive:head=auto"]
-        elif name != readme.PAGE:  # the paper's triple takes as long as all the others
+        elif name == readme.PAGE:
+            methods.insert(-1, NO_TABLE)
+        else:  # the paper's triple takes as long as all the others
             methods.remove(PAPERS)
-        if name == "bench-packed-head" or temperature:
+        if name == "bench-packed-head":
             files = []
+        elif temperature:  # its Python package is a method of greedy decoding
+            files = [_converted(model, "Q4_0")] if given.llamacpp_bin is not None else []
         else:
             files = [file, *([_converted(model, "IQ4_NL")] if kind == "Q4_0" and has_llama_cpp else [])]
         if files and given.llamacpp_bin is not None:
@@ -474,9 +505,11 @@ def _larger(given: Sources, file: Path, table: Path) -> Step:
     """A larger model beside llama.cpp in the same file, with and without a base table."""
     methods = ["prompt-lookup", NO_TABLE, f"adaptive:table={table}"]
     if given.llamacpp_bin is not None:
+        repacked = _converted(file, "Q4_0")
         methods += [f"{LLAMA_SERVER}:{file}", f"{LLAMA_SERVER}:{file}:{MODES[-1]}"]
+        methods += [f"{LLAMA_SERVER}:{repacked}", f"{LLAMA_SERVER}:{repacked}:{MODES[-1]}"]
     words = _beside(file, FEW, given, given.half, REPEATS, methods)
-    return _to_records(readme.LARGER_PAGE, words, 3.0 * given.half)
+    return _to_records(readme.LARGER_PAGE, words, 4.0 * given.half)
 
 
 def _beside_transformers(given: Sources) -> Step:

@@ -33,6 +33,7 @@ import httpx
 
 from lookahead.bench.methods import PLAIN
 from lookahead.bench.record import Record, describe, environment, machine, was_busy
+from lookahead.bench.workloads import STDLIB
 from lookahead.cli.bench import command_line
 from lookahead.cli.shared import numbers
 from lookahead.core import LookaheadError, SettingsError
@@ -58,7 +59,7 @@ class Round:
         tokens: number of tokens of all answers.
         seconds: duration of all rounds.
         rates: tokens per second of all clients together, by round.
-        texts: the completions, by prompt.
+        texts: the completions, by prompt. All of ours for a prompt are equal; of another server's, the last is kept.
         served: the model's name and dtype, as the server reports them.
         uncounted: answers for which the server did not report the number of tokens.
         load: the largest load average of the machine.
@@ -142,7 +143,7 @@ def measure(
 
     Raises:
         SettingsError: no server listens at an address.
-        LookaheadError: a response is an error, or two methods' completions differ.
+        LookaheadError: a response is an error, or two completions of our server for a prompt differ.
     """
     rounds: dict[tuple[str, int], Round] = {}
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -237,6 +238,8 @@ async def _ask(measured: Round, http: httpx.AsyncClient, prompt: str, max_tokens
     measured.first.append(first - begin)
     if tokens > 1:
         measured.each.append((perf_counter() - first) / (tokens - 1))
+    if measured.ours and measured.texts.get(prompt, text) != text:
+        raise LookaheadError(f"two completions by {measured.method} differ in the text after {prompt[:60]!r}")
     measured.texts[prompt] = text
 
 
@@ -322,11 +325,14 @@ def _equal(texts: dict[str, str], plain: dict[str, str]) -> str:
     return f"{sum(texts[prompt] == text for prompt, text in plain.items())} of {len(plain)}"
 
 
-def write_page(rounds: Sequence[Round], other: Other | None, threads: int, out: Path, command: str) -> None:
+def write_page(
+    rounds: Sequence[Round], asked: str, other: Other | None, threads: int, out: Path, command: str
+) -> None:
     """Write the page ``serve.md`` and its figures as ``serve.json``.
 
     Args:
         rounds: the measurements.
+        asked: a sentence about the prompts.
         other: the server measured alongside; None if there is none.
         threads: number of threads of the server.
         out: folder of the page.
@@ -339,10 +345,11 @@ def write_page(rounds: Sequence[Round], other: Other | None, threads: int, out: 
     busy = was_busy([record | here for record in records])
     notes = [
         f"{where}.",
-        "Greedy. All texts of our methods equal plain decoding's; otherwise nothing is reported. Times are medians "
-        "over requests. Tokens/s is the total of all clients: the median over the rounds, with their range. All "
-        "methods have the same number of rounds, and their order alternates. Each prompt occurs in every round, so a "
-        "server that is started here keeps no prompts.",
+        f"{asked} Greedy. The run is rejected unless every completion by our methods equals plain decoding. Times "
+        "are medians over requests. Tokens/s is the total of all clients: the median over the rounds, with their "
+        "range. All methods have the same number of rounds, and their order alternates. Every round has the same "
+        "prompts, so a server started here has no cache of prompts. Equal: of the distinct prompts, how many have "
+        "the same completion as with plain decoding and as many clients.",
         f"{other.name}: {other.about}; it rounds differently, so its texts may differ." if other else "",
         machine_text(processor(), (record["load"] for record in records)),
         busy,
@@ -386,18 +393,29 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     given = parser().parse_args(words)
     try:
-        rounds, other, threads = _measure(given)
+        rounds, asked, other, threads = _measure(given)
     except LookaheadError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
     print(table(rounds))
     if given.out is not None:
-        write_page(rounds, other, threads, given.out, command_line(list(words), "python -m benchmarks.serve"))
+        command = command_line(list(words), "python -m benchmarks.serve")
+        write_page(rounds, asked, other, threads, given.out, command)
     return 0
 
 
-def _measure(given: argparse.Namespace) -> tuple[list[Round], Other | None, int]:
-    """(rounds, the other server, threads of the server)."""
+def _asked(given: argparse.Namespace, prompts: int) -> str:
+    """A sentence about the prompts."""
+    about = ", functions of Python's standard library to complete" if given.workload == STDLIB else ""
+    return (
+        f"Prompts: {prompts} of {given.workload}{about}, without a chat template. A round has {given.requests} "
+        f"requests per client, at least {FEWEST} in all, with the first prompts in turn and at most "
+        f"{given.max_new_tokens} new tokens for each."
+    )
+
+
+def _measure(given: argparse.Namespace) -> tuple[list[Round], str, Other | None, int]:
+    """(rounds, a sentence about the prompts, the other server, threads of the server)."""
     prompts = [prompt.turns[0] for prompt in load_workload(given.workload, 32, data=given.data)]
     methods = [PLAIN, *(name.strip() for name in given.method.split(","))]
     kind, _, file = (given.against or "").partition(":")
@@ -428,7 +446,7 @@ def _measure(given: argparse.Namespace) -> tuple[list[Round], Other | None, int]
             lambda x: print(f"{x.clients} clients, {x.method}: {x.throughput:.1f} tokens/s", file=sys.stderr),
             other,
         )
-    return rounds, other, threads
+    return rounds, _asked(given, len(prompts)), other, threads
 
 
 if __name__ == "__main__":

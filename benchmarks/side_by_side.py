@@ -14,11 +14,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lookahead.bench import ModelUnderTest, Records, RunOptions, load_model, run, split_methods
 from lookahead.bench.methods import Method
 from lookahead.bench.plots import can_draw
 from lookahead.bench.report import write_report
+from lookahead.bench.workloads import Prompt
 from lookahead.cli.bench import NO_PLOTS, command_line
 from lookahead.core import LookaheadError, SettingsError
 
@@ -62,6 +64,22 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def prompts_of(names: Sequence[str], limit: int, seed: int, data: Path | None) -> list[Prompt]:
+    """The prompts of all workloads, each prompt once: Spec-Bench has those of MT-Bench too.
+
+    Args:
+        limit: prompts of each workload; 0 for all.
+    """
+    prompts: dict[Any, Prompt] = {}
+    for name in names:
+        # As many more as may have occurred before.
+        found = load_workload(name, limit + len(prompts) if limit else None, seed, data)
+        new = {(prompt.turns, prompt.ids): prompt for prompt in found}
+        new = {key: prompt for key, prompt in new.items() if key not in prompts}
+        prompts |= dict(list(new.items())[: limit or None])
+    return list(prompts.values())
+
+
 def methods_or_absent(name: str, model: ModelUnderTest, warm: bool, folder: Path) -> list[Method]:
     """As ``guarded_methods``, but with ``Absent`` for a peer whose package is not installed."""
     try:
@@ -91,11 +109,7 @@ def main(words: Sequence[str] | None = None) -> int:
             warm=not given.no_warm,
             once=tuple(given.once),
         )
-        prompts = [
-            prompt
-            for name in given.workload or ["stdlib"]
-            for prompt in load_workload(name, given.limit or None, given.seed, given.data)
-        ]
+        prompts = prompts_of(given.workload or ["stdlib"], given.limit, given.seed, given.data)
         model = load_model(given.model, path=given.path, dtype=given.dtype, threads=given.threads)
         names = split_methods(given.method) if given.method else default_methods(model)
         methods = [

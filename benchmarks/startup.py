@@ -4,7 +4,8 @@
     python -m benchmarks.startup --bin llama.cpp/build/bin --model model.Q4_0.gguf
 
 Start: wall-clock time of a whole process that emits one token. Memory: the largest resident set of a process that
-emits 64 tokens. First use: the start with empty caches, when kernels are compiled and the cost curve is measured.
+emits 64 tokens. First use: the start with empty caches, when kernels are compiled, once per machine and version, and
+the cost curve is measured, once per model.
 Programs alternate; the medians of ``--rounds`` runs count, with the smallest and the largest.
 """
 
@@ -144,9 +145,9 @@ def main() -> None:
     ]
     body = [
         f"Start: a whole process that emits one token. Memory: the largest resident set while it emits {TOKENS} "
-        "tokens. First use: the start with empty caches, once per machine and version: it compiles the kernels and "
-        f"measures the cost curve. Medians of {args.rounds} runs, with the smallest and the largest; the programs "
-        "alternate. llama.cpp has no such step, because it is compiled in advance.",
+        "tokens. First use: the start with empty caches. It compiles the kernels, once per machine and version, and "
+        "measures the cost of steps, once per model. llama.cpp has no such step, because it is compiled in advance. "
+        f"Medians of {args.rounds} runs, with the smallest and the largest; the programs alternate.",
         "",
         markdown_table(["", "start", "memory", "first use"], rows),
     ]

@@ -19,8 +19,9 @@ import argparse
 import copy
 import hashlib
 import json
+import re
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -55,32 +56,59 @@ PAPER = {4: (1, 3, 1), 8: (2, 3, 2), 16: (4, 3, 4), 64: (8, 5, 8)}
 #: Fields that identify a result in the records; a page may be written at a later commit, and without the files.
 KEYS = ("model", "dtype", "prompts", "new_tokens", "workload", "method", "rows")
 MEASURED_KEYS = (*KEYS, "commit", "weights", "reads")
-#: Method -> (name, what it reads, S on Spec-Bench as published for Vicuna-7B).
+#: Method -> (name, what it reads, S on Spec-Bench as published for Vicuna-7B; see ``SOURCES``).
 ABOUT = {
     "adaptive": ("adaptive, the default", "the text, base table", "-"),
     "adaptive with head": ("adaptive, `head=auto`", "the text, base table, light head (3.0M numbers)", "-"),
     "static tree": ("static tree, SpecInfer's form", "the same light head alone", "not listed"),
-    "eagle": ("EAGLE-style layer", "one decoder layer (3.8M)", "EAGLE-2 4.34"),
+    "eagle": ("EAGLE-style layer", "one decoder layer (3.8M)", "EAGLE 3.58, EAGLE-2 4.34"),
     "medusa": ("Medusa-1", "three heads (15.2M)", "2.31"),
     "rest": ("REST", "datastore: own text, Python's standard library", "1.82"),
     "prompt lookup": ("prompt lookup", "the text", "1.75"),
     "lookahead": ("the paper's lookahead", "its window and n-grams", "1.64"),
-    "draft model": ("transformers' assisted generation", "a copy with a third of the layers", "not listed"),
+    "draft model": (
+        "transformers' assisted generation",
+        "a copy with a third of the layers",
+        "2.28 (a 68M model)",
+    ),
 }
 #: Field of a record -> its heading on the page.
 FIGURES = {"s": "S", "speed": "times plain decoding", "drafting": "drafting, in plain steps"}
 #: Methods with trained weights.
 WEIGHTED = ("adaptive with head", "static tree", "eagle", "medusa")
+#: Those that are compared with the light head, as in a sentence.
+NAMES = {"eagle": "the EAGLE-style layer", "medusa": "Medusa-1"}
+#: A training as ``weights_of`` describes it.
+TRAINING = re.compile(r"([\d,]+) tokens, ([\d.]+) epochs, ([\d,]+) s")
 #: The method that decodes in transformers' loop, and its largest number of rows: 63 drafted tokens take 63 passes.
 DRAFT_MODEL = "draft model"
 MOST_CHAIN = 8
+#: Where the published figures come from, and the papers of the methods.
+SOURCES = (
+    "Published S: mean accepted tokens per step of Vicuna-7B-v1.3 on an A100, greedy, from Spec-Bench's "
+    "[leaderboard](https://github.com/hemingkx/Spec-Bench/blob/fd2c1cd/Leaderboard.md) of April 2025 (commit "
+    "fd2c1cd), for EAGLE ([arXiv 2401.15077](https://arxiv.org/abs/2401.15077)), EAGLE-2 "
+    "([2406.16858](https://arxiv.org/abs/2406.16858)), Medusa ([2401.10774](https://arxiv.org/abs/2401.10774)), REST "
+    "([2311.08252](https://arxiv.org/abs/2311.08252)), [prompt "
+    "lookup](https://github.com/apoorvumang/prompt-lookup-decoding), lookahead "
+    "([2402.02057](https://arxiv.org/abs/2402.02057)) and assisted generation, there with a draft model of 68M "
+    "parameters. SpecInfer is not listed."
+)
+#: What the speeds and the time of drafting include.
+TIMES = (
+    "Speeds count everything after the prefill. The time of drafting, in steps of plain decoding, is that of "
+    "proposing a tree and of reading the last step's results, without the model's pass over the tree. Compare S "
+    "first: the adaptive drafter and the light head are compiled, but the EAGLE-style layer and Medusa-1 are PyTorch "
+    "in fp32 on one thread, because threads that keep polling would slow the next pass down, and REST is Python with "
+    "NumPy, none of them optimised."
+)
 #: Why the published figures differ from this page's.
 DIFFERENCES = (
     "The published figures are of Vicuna-7B on all of Spec-Bench, where much text is copied from the prompt "
     "(summaries, retrieval), with about 64 rows for trees. Those heads saw some 60,000 conversations and guess "
-    "the whole vocabulary; ours saw the model's own text only, guess the tokens of a shortlist, and "
-    "were trained for so short a time (see the table) that their losses were still falling. The static tree shows "
-    "what the same light head gives without the calibrated tree and the other sources.",
+    "the whole vocabulary; ours saw the model's own text only, were trained for minutes (see the table), and guess "
+    "the tokens of a shortlist. The static tree shows what the same light head gives without the calibrated tree and "
+    "the other sources.",
     "SmolLM2-135M has no smaller sibling, so the draft model of transformers' assisted generation is a copy of the "
     "model with the first third of its layers, not trained further. It shows the cost of a draft model of this size, "
     "not what a trained one guesses.",
@@ -300,6 +328,29 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return lines
 
 
+def training_text(trained: Mapping[str, str | None]) -> str:
+    """What the trainings have in common, and whose took longer; empty unless the light head and another are known.
+
+    Args:
+        trained: method -> its training, as ``weights_of`` describes it.
+    """
+    found = {method: TRAINING.fullmatch(trained.get(method) or "") for method in WEIGHTED}
+    known = {method: match.groups() for method, match in found.items() if match is not None}
+    light = known.get("adaptive with head") or known.get("static tree")
+    others = {method: known[method] for method in NAMES if method in known}
+    if light is None or not others:
+        return ""
+    if any(tokens != light[0] for tokens, *_ in others.values()):
+        return "The heads were trained on different numbers of tokens, so compare them with care."
+    text = f"All heads were trained on the same {light[0]} tokens of the model's own output."
+    seconds = [int(took.replace(",", "")) for *_, took in others.values()]
+    if min(seconds) > int(light[2].replace(",", "")):
+        names = " and ".join(f"{NAMES[method]} ({took} s)" for method, (*_, took) in others.items())
+        fewer = ", in fewer epochs" if all(float(x[1]) < float(light[1]) for x in others.values()) else ""
+        text += f" {names[0].upper()}{names[1:]} got more training time than the light head ({light[2]} s){fewer}."
+    return text
+
+
 def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     """A description of the methods, and the tables of S, speed and the time of drafting."""
     by = {(line["workload"], line["method"], line["rows"]): line for line in lines}
@@ -313,13 +364,18 @@ def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     shapes = ", ".join(str(PAPER[rows]) for rows in args.rows)
     text = [
         f"Greedy, {args.new_tokens} tokens, {args.prompts} open questions of MT-Bench and "
-        f"{-(-7 * args.prompts // 12)} functions of HumanEval. Every method drafts in this library's loop, on "
-        "the compiled CPU path, except transformers' assisted generation (fp32); every text equals plain decoding. A "
+        f"{-(-7 * args.prompts // 12)} functions of HumanEval: too few for intervals, so small differences are "
+        "noise. Every method drafts in this library's loop, on the compiled CPU path, except transformers' assisted "
+        "generation (fp32); every text equals plain decoding. A "
         f"step has at most so many rows; the paper's lookahead has (W, N, G) = {shapes}. Speeds are ratios to plain "
         "decoding of the same prompts within the same seconds; for assisted generation, to transformers' own greedy "
-        "decoding. The time of drafting is in steps of plain decoding.",
+        "decoding.",
         "",
         markdown_table(heads, methods, texts=4),
+        "",
+        " ".join(filter(None, [training_text(trained), SOURCES])),
+        "",
+        TIMES,
         "",
     ]
     for workload, title in (("prose", "Open questions"), ("code", "Code")):

@@ -48,6 +48,8 @@ METHODS: dict[str, dict[str, Any] | None] = {
 }
 #: additional_config of a method. Always drafting shows the value of drafts when rows are free, as on most GPUs.
 ADDITIONAL = {"ours, always drafting": {"lookahead": f"adaptive:rows=64:sources={'+'.join(SOURCES)}"}}
+#: Numbers of drafted tokens that vLLM recommends for suffix decoding.
+RECOMMENDED = (16, 32)
 Record = dict[str, Any]
 
 
@@ -184,11 +186,17 @@ def main(words: Sequence[str] | None = None) -> None:
         | {"S": {one: s_of(each, one) for one in SETS}, "all": s_of(each)}
         for each in chosen
     ]
+    least, most = RECOMMENDED
+    more = f"; vLLM recommends {least} or {most} for suffix decoding, which was not measured"
     body = [
-        f"vLLM {record['vllm']}, eager mode, no prefix caching, {arguments.drafted} drafted tokens at most. "
+        f"vLLM {record['vllm']}, eager mode, no prefix caching, at most {arguments.drafted} drafted tokens for every "
+        f"method{more if arguments.drafted < least else ''}. "
         f"S is tokens per step after the prompt. {len(prompts)} texts of {arguments.tokens} tokens. "
         "tokens/s counts everything; decoding: steps in which no prompt is evaluated. "
-        "Equal: to plain decoding with as many clients.",
+        "Each line is one run, in this order: a difference in tokens/s no larger than that between the two runs of "
+        "plain decoding is noise. Equal: to plain decoding with as many clients. vLLM rounds a row differently in "
+        "batches of other sizes, so texts may differ with drafts, and those of plain decoding with several clients "
+        "from those with one.",
         "",
         *page(chosen),
         *(f"- {name} failed: {reason}" for name, reason in failed.items()),

@@ -109,6 +109,51 @@ def test_a_summary_gives_the_range_of_the_speed_up_over_runs():
     assert math.isnan(summarise(once).lines[1].all.total_low), "one run has no range"
 
 
+def test_a_summary_has_totals_and_those_of_the_sequences_without_loops():
+    prompts = [
+        Prompt(str(n), name, ("",), ids=tuple(CYCLE * (n + 2))) for n, name in enumerate(("a", "a", "b"))
+    ]
+    records = run(["prompt-lookup"], prompts, cycling(), RunOptions(max_new_tokens=34, repeats=2))
+    assert not any(record["loop_free"] for record in records)
+    for record in records:
+        record["decode_seconds"] = (11.0 if record["method"] == "plain" else 1.0) + int(record["prompt"])
+        record["prefill_seconds"] = 0.5
+        # Only plain decoding's completion counts.
+        record["loop_free"] = record["prompt"] == "1" or record["method"] != "plain"
+    plain, ours, plain_without_loop, ours_without_loop = summarise(records).totals
+    assert (plain.workload, plain.method, ours.method) == ("all 3 sequences", "plain", "prompt-lookup")
+    assert (ours.all.texts, ours.all.equal, ours.all.tokens) == (6, 6, 3 * 34)
+    assert ours.all.total == pytest.approx((11 + 12 + 13) / (1 + 2 + 3))
+    assert ours.all.prompt_rate == pytest.approx(len(CYCLE) * (2 + 3 + 4) / 1.5)
+    assert plain_without_loop.workload == ours_without_loop.workload == "the 1 loop-free of 3"
+    assert (ours_without_loop.all.texts, ours_without_loop.all.total) == (2, pytest.approx(12 / 2))
+    text, facts = page_of(records, "command")
+    assert "| the 1 loop-free of 3 | `prompt-lookup` |" in text
+    assert [line["workload"] for line in facts["totals"]] == ["all 3 sequences"] * 2 + [
+        "the 1 loop-free of 3"
+    ] * 2
+    only = [record for record in records if record["workload"] == "b"]
+    assert summarise(only).totals == [], "one workload in which everything loops has no totals of its own"
+
+
+def test_a_prompt_of_two_workloads_is_decoded_once(monkeypatch):
+    sets = {"a": ["1", "2", "3"], "b": ["2", "4", "3", "5"]}
+
+    def load(name, limit, *_):
+        return [Prompt(text, name, (text,)) for text in sets[name][:limit]]
+
+    monkeypatch.setattr(side_by_side, "load_workload", load)
+    found = side_by_side.prompts_of(["a", "b"], 2, 0, None)
+    assert [(prompt.workload, prompt.id) for prompt in found] == [
+        ("a", "1"),
+        ("a", "2"),
+        ("b", "4"),
+        ("b", "3"),
+    ]
+    found = side_by_side.prompts_of(["a", "b"], 0, 0, None)
+    assert [prompt.id for prompt in found] == ["1", "2", "3", "4", "5"]
+
+
 def test_a_slow_method_can_be_measured_in_the_first_repeat_only():
     options = RunOptions(max_new_tokens=12, repeats=2, once=("lookahead:2,3,4",))
     records = run(["prompt-lookup", "lookahead:2,3,4"], [CYCLE * 2], cycling(), options)
@@ -579,6 +624,10 @@ def test_a_page_of_packed_weights_has_its_figures(packed):
     page = "\n".join(batch_size.body([], held))
     assert "Memory at the end of a text of 9 tokens" in page
     assert "weights 269 MB" in "\n".join(batch_size.body([], held | {"weights": 269e6}))
+    line = {"plain": 2.0, "adaptive": 3.0, "speedup": 1.5, "least": 1.4, "S": 2.0, "rows": 4.0, "equal": 8}
+    page = "\n".join(batch_size.body([line | {"batch": 8, "texts": texts} for texts in (24, 8)], held))
+    assert "| 8 | 2.0 | 3.0 | 1.50 | 1.40 | 2.00 | 4.00 | 8 of 24 |" in page
+    assert "| 8, none waiting | 2.0 |" in page
 
 
 # ---------------------------------------------------------------- a draft model, through transformers

@@ -70,3 +70,8 @@ def test_a_build_is_described_by_the_program_and_cmakes_cache(tmp_path):
     build_of.cache_clear()
     (tmp_path / "CMakeCache.txt").write_text("GGML_NATIVE:BOOL=ON\nCMAKE_C_FLAGS:STRING=\nGGML_X:BOOL=ON\n")
     assert build_of(path) == "7 (abc); built with GNU 12; GGML_NATIVE=ON"
+    build_of.cache_clear()
+    source = "/build/llama_cpp_python-0.3.36/vendor/llama.cpp"
+    (tmp_path / "CMakeCache.txt").write_text(f"CMAKE_HOME_DIRECTORY:INTERNAL={source}\nGGML_NATIVE:BOOL=ON\n")
+    given = "7 (abc); the source in llama-cpp-python 0.3.36; built with GNU 12; GGML_NATIVE=ON"
+    assert build_of(path) == given

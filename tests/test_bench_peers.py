@@ -57,13 +57,15 @@ def test_servers_that_are_started_here_keep_no_prompts(monkeypatch, tmp_path):
     monkeypatch.setattr(serve, "measure", lambda *given: given)
     (tmp_path / "llama-server").touch()
     words = ["--against", "llamacpp:x.gguf", "--bin", str(tmp_path), "--clients", "2"]
-    (*_, other), _, _ = serve._measure(serve.parser().parse_args(words))
+    (*_, other), asked, _, _ = serve._measure(serve.parser().parse_args(words))
     with other.start(2):
         pass
     ours, theirs = commands
     assert "--prefix-cache=0" in ours
     assert theirs[-2:] == ["--cache-ram", "0"]
     assert other.extra == {"cache_prompt": False}
+    assert asked.startswith("Prompts: 32 of stdlib, functions of Python's standard library to complete")
+    assert "at most 64 new tokens" in asked
 
 
 def record(method, prompt_tokens, repeat, seconds):
@@ -83,11 +85,9 @@ def test_plain_decoding_beside_llama_cpp_by_length():
         *(record(f"{theirs}:ngram-mod", length, 0, 9.0) for length in (50, 200, 300)),
     ]
     text = readme.by_length(records)
-    assert "After prompts of under 128 tokens, compared with llama.cpp's server in Q4_0" in text
-    assert (
-        "plain decoding is 1.00 times as fast; after 128 to 255, 1.50 times; after longer ones, 2.00" in text
-    )
-    assert "In the 2 runs it had 100, 100 tokens/s, and llama.cpp's server 67, 67" in text
+    assert "1.00 times as fast as llama.cpp's server in Q4_0 after prompts of fewer than 128 tokens" in text
+    assert "1.50 times after 128 to 255, and 2.00 times after longer ones" in text
+    assert "Over the 2 runs it reached 100, 100 tokens/s, and llama.cpp's server 67, 67" in text
     assert readme.by_length([record("plain", 50, 0, 0.1)]) == ""
 
 

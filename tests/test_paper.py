@@ -18,6 +18,7 @@ from benchmarks import llamacpp_examples, results, rows
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import (
     ablation,
+    attention,
     committed,
     end_to_end,
     parallel,
@@ -441,6 +442,22 @@ def test_only_first_turns_are_decoded_where_the_page_says_so(name, tiny, tmp_pat
     assert {record["turn"] for record in records} == {0}
     both = [*records, *(record | {"turn": 1} for record in records)]
     assert says[2:-1] not in paper.module_of(name).page(head, both).differs
+
+
+def test_the_page_of_attention_says_where_s_is_identical():
+    def record(method, prompt, steps):
+        text = {"workload": "w", "prompt": prompt, "turn": 0, "repeat": 0}
+        return text | {"method": method, "new_tokens": 9, "steps": steps}
+
+    both = [record(method, prompt, 4) for method in (attention.WITH, attention.WITHOUT) for prompt in "ab"]
+    assert attention._same_counts([*both, record("plain", "a", 8)])
+    assert not attention._same_counts([*both[:3], record(attention.WITHOUT, "b", 5)])
+
+
+def test_the_page_of_the_law_says_what_it_does_about_loops():
+    assert scaling_law.loops_text(20, 20, False) == "no text here has a loop"
+    assert scaling_law.loops_text(12, 20, True) == "so the loop-free texts are fitted too"
+    assert "too few" in scaling_law.loops_text(1, 20, False)
 
 
 def test_an_interrupt_says_that_the_command_continues(tiny, tmp_path, monkeypatch, capsys):

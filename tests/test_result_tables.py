@@ -20,7 +20,7 @@ from benchmarks import (
     trained,
 )
 from benchmarks.blocks import with_block
-from benchmarks.quiet import processor
+from benchmarks.quiet import WHOSE_LOAD, processor
 from lookahead.bench.record import environment
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -129,7 +129,7 @@ def test_a_page_shows_the_processor_and_the_load(tmp_path, monkeypatch):
     record = environment() | {"model": "tiny", "dtype": "float32"}
     for loads, shown in (([1.0, 2.0, None], "1.0 to 2.0"), (None, "0.5 to 3.2")):
         text = page.write_page(tmp_path / "x", "Title", record | {"load": 0.5}, {}, ["body"], loads)
-        assert f"in float32. Processor: {processor()}. Load average: {shown}.\n" in text
+        assert f"in float32. Processor: {processor()}. Load average: {shown}, {WHOSE_LOAD}.\n" in text
         assert json.loads((tmp_path / "x.json").read_text())["processor"] == processor()
 
 

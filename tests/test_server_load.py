@@ -6,6 +6,7 @@ import signal
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 
 import pytest
 
@@ -78,6 +79,28 @@ def test_texts_that_differ_are_no_result(served, accept_a_wrong_node):
     methods = {load_test.PLAIN: served.url, "lookahead": served.url}
     with pytest.raises(LookaheadError, match="lookahead and plain decoding differ"):
         load_test.measure(methods, ["def add(a, b):\n    return a + b\ndef add(a"], [1], 60, 1, 1)
+
+
+def test_every_completion_of_a_prompt_is_compared():
+    answers = count()
+
+    class Changing(OtherServer):
+        def do_POST(self):
+            self.send_response(200)
+            self.end_headers()
+            event = {"model": "ours", "choices": [{"text": f"{max(3, next(answers))}"}]}
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Changing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(
+            LookaheadError, match="two completions by plain differ in the text after 'a prompt'"
+        ):
+            load_test.measure({"plain": f"http://127.0.0.1:{server.server_port}"}, ["a prompt"], [1], 8, 1, 1)
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_the_other_server_has_the_same_rounds_and_is_started_for_each_number_of_clients(monkeypatch):

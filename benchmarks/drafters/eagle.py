@@ -37,6 +37,7 @@ from lookahead.learning.head_data import Positions
 from lookahead.learning.hidden_states import collect
 from lookahead.learning.text_parts import Folder
 from lookahead.targets.light_head import row_readers, sizes_of
+from lookahead.threads import one_thread
 
 from . import places_in
 from .static_tree import SHAPES
@@ -195,6 +196,10 @@ class EagleState(DraftState):
         return guessed[0, -1:]
 
     def draft(self, max_depth: int, max_rows: int = UNLIMITED_ROWS, batch: int = 1) -> TokenTree:
+        with one_thread:  # threads that keep polling would slow the next pass down
+            return self._tree(max_depth, max_rows)
+
+    def _tree(self, max_depth: int, max_rows: int) -> TokenTree:
         tree = TokenTree(self._last)
         tree.needs_hidden = True
         if not self._unread or not max_depth:

@@ -86,11 +86,12 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         )
     paths = head["attention"]
     kernel, mask = ratios["all" if len(workloads) > 1 else workloads[0]]
-    verdict = (
-        "The difference is within its 95 % interval over draws of prompts."
-        if alike
-        else "The difference is larger than its 95 % interval over draws of prompts."
-    )
+    if _same_counts(measured):
+        verdict = "S is identical on every prompt: both took the same number of steps."
+    elif alike:
+        verdict = "The difference is within its 95 % interval over draws of prompts."
+    else:
+        verdict = "The difference is larger than its 95 % interval over draws of prompts."
     body += [
         "",
         f"Lookahead (15, 5, 15). The kernel is that of the {paths[WITH]} path; the mask is that of the "
@@ -108,6 +109,16 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         f"{name} {number(a)} and {number(b)}" for name, (a, b) in ratios.items()
     )
     return Page("Attention kernel (appendix E)", body, differs, lambda: _figure(ratios), alt=alt)
+
+
+def _same_counts(records: Sequence[Record]) -> bool:
+    """Whether both kinds of attention took the same number of steps for the same number of tokens, text by text."""
+    counts: dict[str, dict[tuple[Any, ...], tuple[int, int]]] = {WITH: {}, WITHOUT: {}}
+    for record in records:
+        if record["method"] in counts:
+            text = record["workload"], record["prompt"], record["turn"], record["repeat"]
+            counts[record["method"]][text] = record["new_tokens"], record["steps"]
+    return counts[WITH] == counts[WITHOUT]
 
 
 def _figure(ratios: dict[str, tuple[float, float]]) -> Any:

@@ -194,8 +194,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
     differs = [
         model_and_machine(head, records),
         *differences({(w, n): s for w, n, s in points}, found, drawn),
-        "The paper measures MT-Bench with LLaMA-2-Chat 7B; here only the first turns are decoded. A small model "
-        "repeats itself more, which favours n-grams; so the loop-free texts are fitted too.",
+        "The paper measures MT-Bench with LLaMA-2-Chat 7B; here only the first turns are decoded. Small models often "
+        f"repeat themselves, which favours n-grams; {loops_text(free, texts, True in fits)}.",
         "The n-grams come from the window alone, as in the paper's algorithm; neither prompt nor output fill the "
         "pool.",
         "The operations of a step are counted in rows: each costs two per parameter; attention adds little here.",
@@ -207,6 +207,19 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         f"{max(s for *_, s in points):.2f}"
     )
     return Page(title, body, differs, lambda: _figure(points, found, rows), alt=alt)
+
+
+def loops_text(free: int, texts: int, fitted: bool) -> str:
+    """What the page does about loops.
+
+    Args:
+        free: number of loop-free texts.
+        texts: number of all texts.
+        fitted: whether the loop-free texts have a fit of their own.
+    """
+    if free == texts:
+        return "no text here has a loop"
+    return "so the loop-free texts are fitted too" if fitted else "too few texts here are loop-free"
 
 
 def _doublings(

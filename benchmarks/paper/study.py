@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from lookahead.bench.methods import PLAIN, Method, ModelUnderTest, RunOptions
 from lookahead.bench.record import Record, Records, describe, was_busy
-from lookahead.bench.report import figures, summarise, unequal_text
+from lookahead.bench.report import figures, loop_free_records, summarise, unequal_text
 from lookahead.bench.run import Progress, run
 from lookahead.bench.workloads import Prompt
 from lookahead.records import finite
@@ -196,17 +196,6 @@ def loop_free_texts(records: Sequence[Record]) -> tuple[int, int]:
     """(completions of plain decoding without loops, all completions of plain decoding)."""
     plain = [r for r in records if r["method"] == PLAIN and "skipped" not in r]
     return sum(bool(r["loop_free"]) for r in plain), len(plain)
-
-
-def loop_free_records(records: Sequence[Record]) -> list[Record]:
-    """The records whose completion by plain decoding has no loop."""
-
-    def text_of(record: Record) -> tuple[Any, ...]:
-        return record["workload"], record["prompt"], record["turn"], record["repeat"]
-
-    kept = [r for r in records if "skipped" not in r]
-    without_loop = {text_of(r) for r in kept if r["method"] == PLAIN and r.get("loop_free", False)}
-    return [r for r in kept if text_of(r) in without_loop]
 
 
 def ratios(records: Sequence[Record], loop_free: bool = False) -> dict[str, float]:

@@ -7,8 +7,10 @@ Definitions, the same for every method:
     95 %        interval of the speed-up: resampled prompts (bootstrap), each with all its turns and repeats
     runs        range of the speed-up over repeats, each from its own totals
     S           tokens per step, the mean over all steps (equation 6 of the paper; the bonus token counts)
-    slower      sequences that took over 1.02 and over 1.1 times as long as plain decoding, and the longest, in the
-                first repeat; plain decoding's own second repeat shows the noise
+    prompt      tokens of the prompts, divided by the seconds of the prefills
+    slower      sequences that took more than 1.02 and more than 1.1 times as long as plain decoding, and the largest
+                ratio, in the first repeat; plain decoding's own second repeat shows the noise
+    loop-free   sequences whose plain completion contains no eight tokens twice: repetition favours n-grams
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Figures:
     """One method, in one state, on one set of prompts. A figure without data is NaN."""
 
     texts: int = 0  # records
+    tokens: int = 0  # generated in the first repeat
     rate: float = NAN  # tokens per second, median over repeats
     rate_low: float = NAN  # the slowest repeat
     rate_high: float = NAN  # the fastest repeat
@@ -51,6 +54,7 @@ class Figures:
     total_high: float = NAN  # of the one in which it is largest
     s_steps: float = NAN  # compression ratio S
     rows: float = NAN  # per step
+    prompt_rate: float = NAN  # prompt tokens per second of the prefills
     equal: int = 0  # completions equal to plain decoding
     compared: int = 0
     timed: int = 0  # sequences of the first repeat that are timed against plain decoding
@@ -82,11 +86,14 @@ class Line:
 
 @dataclass(slots=True)
 class Summary:
-    """Lines, the number of skipped prompts by workload, and the completions that differ from plain decoding."""
+    """Lines by workload, the number of skipped prompts, completions that differ from plain decoding, and totals."""
 
     lines: list[Line]
     skipped: dict[str, int]
     unequal: list[Record]
+    totals: list[
+        Line
+    ]  # over all workloads, then over the sequences without loops; empty if these are the same
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -104,6 +111,11 @@ def _tokens_of_steps(records: Iterable[Record]) -> int:
 def _rate(records: Sequence[Record]) -> float:
     seconds = sum(record["decode_seconds"] for record in records)
     return _tokens_of_steps(records) / seconds if seconds else NAN
+
+
+def _prompt_rate(records: Sequence[Record]) -> float:
+    seconds = sum(record["prefill_seconds"] for record in records)
+    return sum(record["prompt_tokens"] for record in records) / seconds if seconds else NAN
 
 
 def plain_of(records: Iterable[Record]) -> dict[tuple[Any, ...], Record]:
@@ -135,6 +147,7 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
     times = _times(records, plain)
     return Figures(
         texts=len(records),
+        tokens=sum(record["new_tokens"] for record in records if not record["repeat"]),
         rate=median(rates),
         rate_low=min(rates),
         rate_high=max(rates),
@@ -147,6 +160,7 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
         rows=NAN
         if any(record["rows"] is None for record in records)
         else sum(r["rows"] for r in records) / steps,
+        prompt_rate=_prompt_rate(records),
         equal=sum(compared),
         compared=len(compared),
         timed=len(times),
@@ -226,11 +240,11 @@ def summarise(records: Iterable[Record]) -> Summary:
     measured = [record for record in records if "skipped" not in record]
     too_long = [record for record in records if "skipped" in record and not record.get("failed")]
     left_out = dict.fromkeys((r["workload"], r["prompt"], r["turn"]) for r in too_long)
-    plain = plain_of(measured)
     groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in records:
         if "skipped" not in record or record.get("failed"):
             groups[record["workload"], record["method"], record["state"]].append(record)
+    plain = plain_of(measured)
     lines = [
         Line(*names, figures([r for r in group if "skipped" not in r], plain), failed=_failure(group))
         for names, group in groups.items()
@@ -243,7 +257,40 @@ def summarise(records: Iterable[Record]) -> Summary:
     workloads, methods = ([group[column] for group in groups] for column in (0, 1))
     lines.sort(key=lambda line: (workloads.index(line.workload), methods.index(line.method), line.state))
     skipped = Counter(workload for workload, *_ in left_out)
-    return Summary(lines, dict(skipped), [r for r in measured if r["equal"] is False])
+    return Summary(
+        lines, dict(skipped), [r for r in measured if r["equal"] is False], _totals(measured, methods)
+    )
+
+
+def loop_free_records(records: Sequence[Record]) -> list[Record]:
+    """The records of the sequences whose completion by plain decoding has no loop."""
+    kept = [record for record in records if "skipped" not in record]
+    without_loop = {_text_of(r)[:3] for r in kept if r["method"] == PLAIN and r.get("loop_free", False)}
+    return [record for record in kept if _text_of(record)[:3] in without_loop]
+
+
+def _totals(measured: Sequence[Record], methods: Sequence[str]) -> list[Line]:
+    """Lines over all workloads, and over the sequences without loops, in the order of ``methods``.
+
+    A part that has no sequence, or as many as the part before it or as the only workload, is left out.
+    """
+    ordered = sorted(measured, key=lambda record: methods.index(record["method"]))
+    plain = plain_of(measured)
+    count = len({key[:3] for key in plain})
+    parts = []
+    if len({record["workload"] for record in measured}) > 1:
+        parts.append((f"all {count} sequences", ordered))
+    loop_free = loop_free_records(ordered)
+    free = len({key[:3] for key in plain_of(loop_free)})
+    if 0 < free < count:
+        parts.append((f"the {free} loop-free of {count}", loop_free))
+    lines = []
+    for name, part in parts:
+        groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
+        for record in part:
+            groups[record["method"], record["state"]].append(record)
+        lines += [Line(name, *names, figures(group, plain)) for names, group in groups.items()]
+    return lines
 
 
 # ------------------------------------------------------------------------------------------------- tables
@@ -275,10 +322,13 @@ COLUMNS: dict[str, Callable[[Line], str]] = {
     ),
 }
 LEGEND = (
-    "equal: sequences equal to plain decoding. tokens/s: median over repeats. speed-up: of totals, over plain "
-    "decoding. 95 %: its interval over prompts. S: tokens per step. slower: sequences over 1.02 and over 1.1 times "
-    "as long as with plain decoding, and the longest, in the first repeat (plain: in its second). cold, warm: "
-    "without and with the state of earlier prompts."
+    "equal: completions, in all repeats, that equal plain decoding's. tokens/s: after the prefill, median over "
+    "repeats. speed-up: of totals, over plain decoding. 95 %: its interval over prompts, resampled 1,000 times; the "
+    "noise of the machine shows in the range over repeats instead. S: tokens per step. tokens: generated in the "
+    "first repeat. prompt tokens/s: of the prefills. slower: number of sequences that took more than 1.02 and more "
+    "than 1.1 times as long as with plain decoding, and the largest ratio, in the first repeat (for plain: its "
+    "second repeat against its first). loop-free: plain decoding repeats no eight tokens. cold, warm: without and "
+    "with the state of earlier prompts."
 )
 
 
@@ -295,11 +345,14 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts
 
 
 def markdown(summary: Summary) -> str:
-    """The lines as a Markdown table."""
-    cells = columns(summary.lines)
+    """The lines as a Markdown table, which has room for more columns than a terminal."""
+    cells = columns(summary.lines) | {
+        "tokens": lambda x: str(x.all.tokens),
+        "prompt tokens/s": lambda x: number(x.all.prompt_rate, 0),
+    }
     rows = [
         [x.workload, f"`{x.label}`", *(text(x).replace("|", "\\|") for text in cells.values())]
-        for x in summary.lines
+        for x in [*summary.lines, *summary.totals]
     ]
     return markdown_table(["workload", "method", *cells], rows, texts=2)
 
@@ -385,6 +438,7 @@ def page_of(records: Sequence[Record], command: str) -> tuple[str, dict[str, Any
     lines = [f"`{command}`", "", f"{where}.", "", LEGEND, "", markdown(summary), ""]
     facts: dict[str, Any] = {"command": command, "where": where, "busy": was_busy(records)}
     facts |= {"figures": [line.facts() for line in summary.lines]}
+    facts |= {"totals": [line.facts() for line in summary.totals]}
     measured = [record for record in records if "skipped" not in record]
     plain = plain_of(measured)
     groups: dict[str, list[Record]] = defaultdict(list)
@@ -404,8 +458,9 @@ def write_report(records: Sequence[Record], out: Path, command: str, draw: bool 
     """
     summary = summarise(records)
     console = Console(highlight=False)
-    for workload in dict.fromkeys(line.workload for line in summary.lines):
-        lines = [line for line in summary.lines if line.workload == workload]
+    shown = [*summary.lines, *summary.totals]
+    for workload in dict.fromkeys(line.workload for line in shown):
+        lines = [line for line in shown if line.workload == workload]
         texts = max(line.all.texts for line in lines)
         console.print(_terminal_table(f"{workload}: {texts} completions per method", lines))
     console.print(LEGEND, style="dim", markup=False)
