@@ -74,7 +74,7 @@ class MachineOptions(OptionSet):
         common=True,
     )
     device: Any = option(None, "cpu, cuda, cuda:1, ...; the default is a GPU if available.", kind=str)
-    threads: int | None = option(None, "Number of torch's CPU threads, for the whole process.", at_least(1))
+    threads: int | None = option(None, "Number of CPU threads, for the whole process.", at_least(1))
     graph_memory: float = option(
         GRAPH_MEMORY,
         "On a GPU: share of its memory for captured passes, and for the cache of a model that is not in use.",

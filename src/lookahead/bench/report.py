@@ -307,11 +307,15 @@ def between(low: float, high: float, digits: int = 2) -> str:
 
 
 OVER_HF = "vs hf-greedy"
+#: Columns that a terminal of fewer than ``WIDE`` characters has no room for.
+WIDE, LEFT_OUT = 100, ("min–max", "rows/step")
 #: heading -> text of a line
 COLUMNS: dict[str, Callable[[Line], str]] = {
     "equal": lambda x: x.failed or (f"{x.all.equal}/{x.all.compared}" if x.all.compared else "n/a"),
     "tokens/s": lambda x: number(x.all.rate, 1),
-    "min–max": lambda x: between(x.all.rate_low, x.all.rate_high, 0),
+    "min–max": lambda x: (
+        "–" if x.all.rate_low == x.all.rate_high else between(x.all.rate_low, x.all.rate_high, 0)
+    ),
     "speed-up": lambda x: number(x.all.total),
     "95 %": lambda x: "–" if x.method == PLAIN else between(x.all.low, x.all.high),
     OVER_HF: lambda x: number(x.over_hf),
@@ -368,11 +372,11 @@ def unequal_text(record: Record) -> str:
     )
 
 
-def _terminal_table(title: str, lines: list[Line]) -> Table:
+def _terminal_table(title: str, lines: list[Line], width: int) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.padding = (0, 1, 0, 0)
     table.add_column("method", overflow="fold", min_width=min(24, max(len(line.label) for line in lines)))
-    cells = columns(lines)
+    cells = {name: text for name, text in columns(lines).items() if width >= WIDE or name not in LEFT_OUT}
     for heading in cells:
         folded = re.sub(r" |(?<=[-/])", "\n", heading)
         table.add_column(folded, justify="right", vertical="bottom", no_wrap=True)
@@ -462,7 +466,7 @@ def write_report(records: Sequence[Record], out: Path, command: str, draw: bool 
     for workload in dict.fromkeys(line.workload for line in shown):
         lines = [line for line in shown if line.workload == workload]
         texts = max(line.all.texts for line in lines)
-        console.print(_terminal_table(f"{workload}: {texts} completions per method", lines))
+        console.print(_terminal_table(f"{workload}: {texts} completions per method", lines, console.width))
     console.print(LEGEND, style="dim", markup=False)
     failures = [f"{x.workload}: {x.label} failed: {x.failed}" for x in summary.lines if x.failed]
     for note in [*failures, *notes_of(summary, records)]:

@@ -90,7 +90,7 @@ class Settings(MachineOptions, DrafterOptions):
     cors_origins: Sequence[str] | None = option(
         None, "Origins that may call the server from a browser; none by default.", kind=list[str]
     )
-    log_text: bool = option(False, "Also log prompts and completions.", YES_OR_NO)
+    log_text: bool = option(False, "Also log prompts as token ids, and completions as text.", YES_OR_NO)
 
     @classmethod
     def read(cls, given: dict[str, Any] | None = None, config: Path | None = None) -> Self:

@@ -55,7 +55,7 @@ def generate(
     model's generation config, else from the defaults.
 
     Args:
-        model: any decoder-only transformers model.
+        model: a decoder-only transformers model.
         input_ids: prompts, shape (B, L), left-padded.
         logits_processor, stopping_criteria, generation_config: as prepared by transformers.
         synced_gpus: must be False. transformers sets it under FSDP and DeepSpeed ZeRO-3, where every process must
