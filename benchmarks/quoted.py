@@ -197,8 +197,8 @@ CHINESE = {
     "the default at temperature 0.7": "默认方法，温度 0.7",
     "the default": "默认方法",
     "with the light head": "加上轻量头",
-    "All texts equal plain decoding.": "所有文本都与普通解码一致。",
-    "Not all texts equal plain decoding.": "并非所有文本都与普通解码一致。",
+    "All completions equal those of plain decoding.": "所有文本都与普通解码一致。",
+    "Not all completions equal those of plain decoding.": "并非所有文本都与普通解码一致。",
 }
 
 
@@ -223,7 +223,7 @@ def worth(words: Mapping[str, str] = MappingProxyType({})) -> str:
                 equal &= found.equal == found.compared == len(own)
             rows.append(row)
     table = markdown_table(["tokens per step (S), times plain (95 %)", *KINDS], rows)
-    verdict = "All texts equal plain decoding." if equal else "Not all texts equal plain decoding."
+    verdict = f"{'All' if equal else 'Not all'} completions equal those of plain decoding."
     text = f"{table}\n\n{verdict}"
     for english, other in words.items():
         text = text.replace(english, other)

@@ -131,7 +131,19 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
         ],
     }
     (tmp_path / f"{readme.PAGE}.json").write_text(json.dumps(facts))
+    elsewhere = [
+        {"method": name, "all": {"timed": 10, "slower": slower, "much_slower": 1, "worst": worst}}
+        for name, slower, worst in (
+            ("adaptive", 2, 1.11),
+            ("lookahead:15,5,15", 10, 9.0),
+            ("adaptive", 3, 1.44),
+        )
+    ]
+    (tmp_path / "end-to-end.json").write_text(json.dumps({"figures": elsewhere}))
     text = readme.with_blocks(TEXT)
+    assert (
+        "5 of 20 sequences took more than 1.02 times as long, 2 more than 1.1 times, at worst 1.44." in text
+    )
     assert (
         'Prompts of each set: 2, decoded in 3 runs; "runs" is the range of "times plain" over them. ' in text
     )
