@@ -83,7 +83,7 @@ EXAMPLES = ("stdlib", "humaneval", "mt-bench")
 #: Weights of the trained drafters.
 TRAINED = ("build/medusa.safetensors", "build/eagle.safetensors")
 #: Library code on which only some pages depend -> their names, or the programs that make them. No page depends on the
-#: report, which is made again from records. Commands that no page runs are imported by those that time a start.
+#: report, which is made again from records. Pages that time a start run one command, and import all.
 _STARTS = ("startup", "packed_step")
 USED_BY = {
     "src/lookahead/bench/report.py": (),
@@ -106,6 +106,7 @@ USED_BY = {
                 "demo.py",
                 "demo_prompts/*",
                 "doctor.py",
+                "generate.py",
                 "learn_table.py",
                 "show.py",
                 "trace.html",
@@ -263,7 +264,7 @@ HOW = (
     "and its speed drifts, so compare speeds within a page. The adaptive drafter's priors were fitted on other "
     "prompts, except that some of Spec-Bench's may be among them."
 )
-#: How peers are run -> the beginning of their methods' names.
+#: The beginning of methods' names -> how they are run.
 PEERS_HOW = {
     LLAMA_SERVER: "llama.cpp's server has one slot, a context of 4096 tokens and no cache of prompts, with its "
     "defaults otherwise (flash attention auto, keys and values in f16). Tokens and seconds are those that it "
@@ -291,8 +292,8 @@ NOTES = {
     "compressed format (NNCF) and the precision of its key-value cache were not varied. In README's table, it has "
     "the fastest precision and setting of this page, over all prompts; settings whose speeds are within a few "
     "percent are a tie.",
-    readme.LARGER_PAGE: "All methods read the same file; llama.cpp also reads one converted from it to Q4_0, a "
-    "format that it repacks for this processor, where it is faster. The package includes no base table for this "
+    readme.LARGER_PAGE: "All methods read the same file, except rows whose file is in Q4_0: it is converted from the "
+    "other, and llama.cpp repacks it for this processor. The package includes no base table for this "
     "model: the first adaptive drafter has none, and the second has the one that `lookahead learn` makes in ten "
     "minutes.",
     "bench-bf16": "hf-compiled is transformers with torch.compile and a static cache of 1024 positions; its "

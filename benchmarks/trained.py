@@ -19,9 +19,8 @@ import argparse
 import copy
 import hashlib
 import json
-import re
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -76,10 +75,6 @@ ABOUT = {
 FIGURES = {"s": "S", "speed": "times plain decoding", "drafting": "drafting, in plain steps"}
 #: Methods with trained weights.
 WEIGHTED = ("adaptive with head", "static tree", "eagle", "medusa")
-#: Those that are compared with the light head, as in a sentence.
-NAMES = {"eagle": "the EAGLE-style layer", "medusa": "Medusa-1"}
-#: A training as ``weights_of`` describes it.
-TRAINING = re.compile(r"([\d,]+) tokens, ([\d.]+) epochs, ([\d,]+) s")
 #: The method that decodes in transformers' loop, and its largest number of rows: 63 drafted tokens take 63 passes.
 DRAFT_MODEL = "draft model"
 MOST_CHAIN = 8
@@ -328,29 +323,6 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return lines
 
 
-def training_text(trained: Mapping[str, str | None]) -> str:
-    """What the trainings have in common, and whose took longer; empty unless the light head and another are known.
-
-    Args:
-        trained: method -> its training, as ``weights_of`` describes it.
-    """
-    found = {method: TRAINING.fullmatch(trained.get(method) or "") for method in WEIGHTED}
-    known = {method: match.groups() for method, match in found.items() if match is not None}
-    light = known.get("adaptive with head") or known.get("static tree")
-    others = {method: known[method] for method in NAMES if method in known}
-    if light is None or not others:
-        return ""
-    if any(tokens != light[0] for tokens, *_ in others.values()):
-        return "The heads were trained on different numbers of tokens, so compare them with care."
-    text = f"All heads were trained on the same {light[0]} tokens of the model's own output."
-    seconds = [int(took.replace(",", "")) for *_, took in others.values()]
-    if min(seconds) > int(light[2].replace(",", "")):
-        names = " and ".join(f"{NAMES[method]} ({took} s)" for method, (*_, took) in others.items())
-        fewer = ", in fewer epochs" if all(float(x[1]) < float(light[1]) for x in others.values()) else ""
-        text += f" {names[0].upper()}{names[1:]} got more training time than the light head ({light[2]} s){fewer}."
-    return text
-
-
 def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     """A description of the methods, and the tables of S, speed and the time of drafting."""
     by = {(line["workload"], line["method"], line["rows"]): line for line in lines}
@@ -373,7 +345,7 @@ def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
         "",
         markdown_table(heads, methods, texts=4),
         "",
-        " ".join(filter(None, [training_text(trained), SOURCES])),
+        f"All heads were trained on the model's own output. {SOURCES}",
         "",
         TIMES,
         "",

@@ -317,22 +317,6 @@ def test_the_text_on_convergence_follows_from_the_counts():
     assert "grows by 42 percentage points, that of emitted tokens among them by 35." in said
 
 
-def test_the_page_says_whose_training_took_longer():
-    light, eagle = "1,000 tokens, 2 epochs, 586 s", "1,000 tokens, 0.5 epochs, 828 s"
-    said = trained.training_text(
-        {"static tree": light, "eagle": eagle, "medusa": eagle.replace("828", "1,909")}
-    )
-    assert said == (
-        "All heads were trained on the same 1,000 tokens of the model's own output. The EAGLE-style layer (828 s) "
-        "and Medusa-1 (1,909 s) got more training time than the light head (586 s), in fewer epochs."
-    )
-    assert trained.training_text({"static tree": light, "eagle": eagle.replace("828", "82")}).endswith(
-        "output."
-    )
-    assert "different" in trained.training_text({"static tree": light, "medusa": eagle.replace("1,0", "2,0")})
-    assert trained.training_text({"static tree": light}) == trained.training_text({"eagle": eagle}) == ""
-
-
 def test_missing_weights_are_said_before_the_measurement(tmp_path):
     file = tmp_path / "file"
     with pytest.raises(

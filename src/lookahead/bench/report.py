@@ -86,14 +86,16 @@ class Line:
 
 @dataclass(slots=True)
 class Summary:
-    """Lines by workload, the number of skipped prompts, completions that differ from plain decoding, and totals."""
+    """Lines by workload, the number of skipped prompts, completions that differ from plain decoding, and totals.
+
+    The totals are lines over all workloads, then over the sequences without loops, each unless it would be the same
+    as another.
+    """
 
     lines: list[Line]
     skipped: dict[str, int]
     unequal: list[Record]
-    totals: list[
-        Line
-    ]  # over all workloads, then over the sequences without loops; empty if these are the same
+    totals: list[Line]
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -240,11 +242,11 @@ def summarise(records: Iterable[Record]) -> Summary:
     measured = [record for record in records if "skipped" not in record]
     too_long = [record for record in records if "skipped" in record and not record.get("failed")]
     left_out = dict.fromkeys((r["workload"], r["prompt"], r["turn"]) for r in too_long)
+    plain = plain_of(measured)
     groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in records:
         if "skipped" not in record or record.get("failed"):
             groups[record["workload"], record["method"], record["state"]].append(record)
-    plain = plain_of(measured)
     lines = [
         Line(*names, figures([r for r in group if "skipped" not in r], plain), failed=_failure(group))
         for names, group in groups.items()
@@ -257,9 +259,8 @@ def summarise(records: Iterable[Record]) -> Summary:
     workloads, methods = ([group[column] for group in groups] for column in (0, 1))
     lines.sort(key=lambda line: (workloads.index(line.workload), methods.index(line.method), line.state))
     skipped = Counter(workload for workload, *_ in left_out)
-    return Summary(
-        lines, dict(skipped), [r for r in measured if r["equal"] is False], _totals(measured, methods)
-    )
+    unequal = [r for r in measured if r["equal"] is False]
+    return Summary(lines, dict(skipped), unequal, _totals(measured, plain, methods))
 
 
 def loop_free_records(records: Sequence[Record]) -> list[Record]:
@@ -269,13 +270,11 @@ def loop_free_records(records: Sequence[Record]) -> list[Record]:
     return [record for record in kept if _text_of(record)[:3] in without_loop]
 
 
-def _totals(measured: Sequence[Record], methods: Sequence[str]) -> list[Line]:
-    """Lines over all workloads, and over the sequences without loops, in the order of ``methods``.
-
-    A part that has no sequence, or as many as the part before it or as the only workload, is left out.
-    """
+def _totals(
+    measured: Sequence[Record], plain: dict[tuple[Any, ...], Record], methods: Sequence[str]
+) -> list[Line]:
+    """The totals of ``Summary``, in the order of ``methods``."""
     ordered = sorted(measured, key=lambda record: methods.index(record["method"]))
-    plain = plain_of(measured)
     count = len({key[:3] for key in plain})
     parts = []
     if len({record["workload"] for record in measured}) > 1:

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -207,20 +207,14 @@ def read_jobs(data: bytes, chat: bool = False) -> list[Job]:
         chat: whether a text is a message of the user.
     """
     lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    jobs = [_job(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-
-    def as_chat(job: Job) -> Job:
-        is_text = isinstance(job.prompt, str) and job.prompt  # an empty prompt is refused later
-        return replace(job, prompt=as_message(job.prompt)) if is_text else job
-
-    return list(map(as_chat, jobs)) if chat else jobs
+    return [_job(number, line, chat) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _job(number: int, line: bytes) -> Job:
+def _job(number: int, line: bytes, chat: bool) -> Job:
     try:
         value = json.loads(line.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -235,7 +229,11 @@ def _job(number: int, line: bytes) -> Job:
         return Job(number, name, None, f"line {number} must have {wanted}, got {got}")
     prompt, kind = value[given[0]], KINDS[given[0]]
     wrong = f'line {number}: "{given[0]}" must be a {kind.__name__}, got {type(prompt).__name__}'
-    return Job(number, name, prompt, None if isinstance(prompt, kind) else wrong)
+    if not isinstance(prompt, kind):
+        return Job(number, name, prompt, wrong)
+    if chat and kind is str and prompt:  # an empty prompt is refused later
+        prompt = as_message(prompt)
+    return Job(number, name, prompt, None)
 
 
 def still_to_do(jobs: Sequence[Job], records: Sequence[dict[str, Any]], output: Path) -> list[Job]:
