@@ -23,7 +23,7 @@ import numpy as np
 
 from .jit import compiled, entry
 
-#: SplitMix64 (Steele, Lea and Flood, 2014): its state increment and the factors of its finaliser.
+#: SplitMix64 (Steele, Lea and Flood, 2014): its state increment and the factors of its finalizer.
 GOLDEN = 0x9E3779B97F4A7C15
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 GROUP = 32
@@ -43,7 +43,7 @@ _12, _27, _30, _31 = (np.uint64(shift) for shift in (12, 27, 30, 31))
 
 @compiled
 def _mixed(x: Any) -> Any:
-    """The finaliser of SplitMix64."""
+    """The finalizer of SplitMix64."""
     x = (x ^ (x >> _30)) * _FIRST
     x = (x ^ (x >> _27)) * _SECOND
     return x ^ (x >> _31)
@@ -128,7 +128,7 @@ def draw(row: Any, peaks: Any, temperature: float, start: int) -> int:
         start: the state of SplitMix64 before the first token's output.
 
     Returns:
-        the token; -1 if this search is undecided, because two scores are almost equal, a logit is NaN, or the best is
+        The token; -1 if this search is undecided, because two scores are almost equal, a logit is NaN, or the best is
         infinite.
     """
     if peaks is None:

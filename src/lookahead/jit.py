@@ -63,9 +63,9 @@ from numba.np.arrayobj import populate_array
 Function = TypeVar("Function", bound=Callable[..., Any])
 #: A 64-bit integer, as in compiled code. In uncompiled code it widens fields of records, so sums do not overflow.
 int64 = cast(Callable[[Any], int], np.int64)
-#: Division as in numpy. No function here creates an array, so none needs numba's reference counting, which would take
-#: ten times as long as the computation for a node. These functions are never called from C; skipping the wrapper
-#: saves 10 % of compile time.
+#: Division as in numpy. No compiled function creates an array, so none needs numba's reference counting, which would
+#: take ten times as long as the work on one node of a tree. These functions are never called from C; skipping the
+#: wrapper saves 10 % of compile time.
 _OPTIONS = {"error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
 #: Message printed when a process compiles for longer than ``PATIENCE``.
 MESSAGE = (

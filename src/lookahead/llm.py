@@ -275,7 +275,7 @@ class LLM:
             ignore_eos: continue after the model's end tokens.
             min_new_tokens: smallest number of new tokens; end tokens are excluded before that.
             drafter: how to draft: a ``Drafter`` such as ``Lookahead(15, 5, 15)``, or anything that ``as_drafter``
-                accepts; None for the drafter of ``load``. State that calls share is a field: ``Lookahead(pool=...)``,
+                accepts; None for the drafter of ``load``. State shared by calls is a field: ``Lookahead(pool=...)``,
                 for one prompt at a time, or ``Adaptive(state=...)``.
             temperature: 0 is greedy; above 0 samples.
             top_k: sample from the k most likely tokens.

@@ -75,7 +75,8 @@ def load(
         graph_memory: on a GPU: share of its memory for captured passes, and for the cache of a model that is not in
             use.
         engine: "llama.cpp" evaluates a GGUF file through the package llama-cpp-python, with every architecture,
-            quantization and device that it supports. The next five options are named as in that package.
+            quantization and device that it supports. The next five options are named as on the command line of
+            llama.cpp.
         n_gpu_layers: number of layers on the GPU, -1 for all; by default all, if there is a GPU.
         flash_attn: flash attention: "auto" (the default), "on" or "off".
         cache_type_k: type of cached keys; the default is "f16".

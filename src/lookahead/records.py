@@ -19,7 +19,7 @@ from typing import Any
 
 from .core.errors import SettingsError
 
-#: What to add to the error of a file of a long command that continues where it ended.
+#: The remedy in errors about files of a long command, which can continue where it ended.
 CONTINUES = "what was saved before is kept, and the same command continues"
 
 

@@ -1,7 +1,7 @@
-"""``attention.exact`` in one kernel for NVIDIA GPUs, with one program per row and key head, divided at the same B(p).
+"""``attention.exact`` in one kernel for NVIDIA GPUs. It divides the keys of a row at the same B(p).
 
-A program evaluates one row of the pass, with the heads of its group in a tile of fixed size, so its sums do not
-depend on other rows. It processes the row's window first and then the keys before B(p), in blocks at absolute
+A program evaluates one row and one key head, with the query heads of its group in a tile of fixed size, so its sums
+do not depend on other rows. It processes the row's window first and then the keys before B(p), in blocks at absolute
 positions. Everything that changes from step to step is read on the device, so one captured graph serves all lengths.
 """
 

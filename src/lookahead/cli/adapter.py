@@ -50,7 +50,7 @@ def with_options(
 
 
 def _parameter(group: type[OptionSet], kind: Any, field: Field[Any], defaults: dict[str, Any]) -> Parameter:
-    """A field as a typer parameter. Positional fields are arguments, and a flag that is off has no --no-flag."""
+    """A field as a typer parameter. Positional fields are arguments; a flag off by default has no --no-FLAG form."""
     default = defaults.get(field.name, field.default)
     info: Any = typer.Option(rich_help_panel=group.GROUP) if field.kw_only else typer.Argument()
     info.param_decls = (flag_of(field.name),) if field.default is False else None

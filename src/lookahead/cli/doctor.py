@@ -163,7 +163,7 @@ def _model(llm: LLM) -> dict[str, Any]:
 
 
 def _base_table(llm: LLM) -> str:
-    """The table that the adaptive drafter reads, or how to get one, after those that it cannot use."""
+    """The table that the adaptive drafter uses, or how to get one, after the reasons why others cannot be used."""
     from ..drafters.adaptive.base_files import checked_table, table_files
 
     parts = list[str]()

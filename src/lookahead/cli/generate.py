@@ -160,7 +160,7 @@ def _one(llm: LLM, text: str, task: Task, options: dict[str, Any]) -> int:
 KINDS = {"prompt": str, "input_ids": list, "messages": list}
 
 
-#: Options that do not affect results.
+#: Options that do not affect results, except that another device or number of threads may round differently.
 WITHOUT_EFFECT = (
     "--device",
     "--device-map",
@@ -427,7 +427,7 @@ def run_batch(
 
 
 def _earlier(source: Path, output: Path, task: Task) -> list[dict[str, Any]]:
-    """Check the output. Returns its results, without errors, if they are to be continued."""
+    """Check the output. Returns the records of earlier results, without those of errors, if the run is continued."""
     if not output.parent.is_dir():
         raise SettingsError(f"--output must be in a folder that exists, got {output}")
     if output.is_dir():

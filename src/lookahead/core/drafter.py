@@ -27,7 +27,7 @@ class Noise(Protocol):
     """Noise that can be computed in advance (Gumbel-max): token = argmax(logits / temperature + noise(index))."""
 
     temperature: float
-    #: The position of index 0 in the sequence.
+    #: The position of index 0 in the sequence; read only if there is a ``key``.
     start: int
 
     @property
@@ -114,7 +114,7 @@ class DraftState(ABC):
         """Called between the launch of a step and the first read of its logits.
 
         On an asynchronous device (CUDA) the pass is still running, so work that does not need its result takes no
-        extra time here. ``observe`` follows for the same tree, unless the sequence ends with the step.
+        extra time here. ``observe`` follows for the same tree, unless the sequence fails or the step is repeated.
         """
 
     def stats(self) -> dict[str, float]:

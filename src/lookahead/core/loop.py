@@ -144,7 +144,7 @@ class Engine:
         self._cancelled: deque[tuple[Sequence, LookaheadError | None]] = deque()
         self._free_slots: list[int] = []
         self._new_slots = count()
-        #: Largest number of rows per tree: half of the last step that did not fit in memory.
+        #: Largest number of rows per tree: half of the largest tree of the last step that did not fit in memory.
         self._max_rows = UNLIMITED_ROWS
         self._warned_too_large = self._warned_nan_drafts = False
         #: Sequences whose last step had NaN logits; their next step has no drafts.

@@ -20,7 +20,7 @@ CHECKED = "bit-equal, as checked at load"
 UP_TO_ROUNDING = "equal up to rounding"
 #: No limit of concurrent sequences.
 UNLIMITED_SEQUENCES = 1 << 20
-#: The most rows and sequences of a captured pass, which is padded to a power of two of both.
+#: The largest numbers of rows and of sequences in a captured pass; both are padded to powers of two.
 MOST_ROWS, MOST_SEQUENCES = 256, 64
 
 
@@ -74,8 +74,8 @@ class Target(Protocol):
         promise: how a sequence compares with plain decoding: one of the constants above, or "" if unknown.
         reason: why this path was chosen, in one line.
         vocabulary: V.
-        captures: whether steps are padded to few sizes and the second step of each size is captured. So only later
-            steps show the time of that size, and every sequence costs as many rows as the largest tree.
+        captures: whether steps are padded to a few sizes, and the second step of each size is captured. Only later
+            steps then show the time of that size, and every sequence costs as many rows as the largest tree.
         gives_hidden: whether ``Scores.hidden`` returns the hidden states that a tree requests.
         runs_compiled: whether passes run this library's own compiled code. Their rows cost about as much as in
             ``CostCurve.typical``, and a light head is compiled as well.

@@ -135,7 +135,7 @@ class TokenTree:
         Row i of the result is row ``nodes[i]`` of this tree.
 
         Raises:
-            ValueError: the set is not parent-closed or not in row order.
+            ValueError: the rows do not begin with the root, or a row comes before its parent or without it.
         """
         if not nodes or nodes[0] != 0:
             raise ValueError(f"a subtree must start with the root (row 0), got {list(nodes)[:4]}")

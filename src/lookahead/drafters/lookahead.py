@@ -135,8 +135,8 @@ class Lookahead(Drafter):
         return LookaheadDraftState(self, sequence)
 
 
-#: Settings by name. 7b, 13b and 34b are the paper's (section 5). code, text and creative are for completions that
-#: repeat themselves much, moderately and little: the more repetition, the longer the n-grams and the wider the
+#: Settings by name. 7b, 13b and 34b are the paper's (section 5). code, text and creative are for completions
+#: with much, moderate and little repetition: the more repetition, the longer the n-grams and the wider the
 #: window. cpu has few rows, because on a CPU every row takes time.
 PRESETS = {
     "code": Lookahead(8, 6, 15, max_pool_keys=10_000, max_jacobi_iterations=12),

@@ -77,7 +77,7 @@ class Window:
         return sum(map(len, self.levels))
 
     def widen(self, columns: int) -> None:
-        """Grow to ``columns`` columns, at most W. An empty window starts its warm-up again.
+        """Grow to ``columns`` columns, at most W plus one per remaining warm-up step. An empty window starts again.
 
         New columns contain guesses in all levels, so their n-grams are the target's own only after N-2 more steps.
         """

@@ -56,7 +56,7 @@ class LookaheadModel(llm.Model):
     """One llm model. It is loaded by its first prompt, and keeps the keys and values of its last sequence.
 
     Args:
-        model_id: ``NAME``, or ``NAME/PATH_OR_NAME``.
+        model_id: ``NAME``, or ``NAME/PATH_OR_HUB_ID``.
     """
 
     can_stream = True
@@ -133,7 +133,7 @@ def register_models(register: Callable[..., None]) -> None:
 
 
 def is_ours(model_id: Any) -> bool:
-    """Whether a model's name is NAME/PATH_OR_NAME."""
+    """Whether a model's name is NAME/PATH_OR_HUB_ID."""
     return isinstance(model_id, str) and model_id.startswith(f"{NAME}/") and model_id != f"{NAME}/"
 
 

@@ -108,7 +108,7 @@ class Proposer:
         self._most: int = vllm_config.speculative_config.num_speculative_tokens
         most_rows = min(drafter.most_rows, self._most + 1)
         rows = None if drafter.rows is None else most_rows
-        # The logit cache of a shared state would propose the tokens of other requests, too.
+        # Without the corpus, requests share no state, because its logit cache would propose tokens of other requests.
         state = AdaptiveState(drafter) if "corpus" in drafter.sources else None
         self._drafter = replace(drafter, chain=True, rows=rows, max_rows=most_rows, state=state)
         self._longest: int = vllm_config.model_config.max_model_len

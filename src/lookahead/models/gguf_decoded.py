@@ -83,11 +83,11 @@ class GGUFCheckpoint:
         def track(tensors: Iterable[Any], **_: Any) -> Iterable[Any]:
             return bar.track(list(tensors), task_id=shown)
 
-        # transformers has no arguments for these three. The first two save time: loading SmolLM2-135M in float32
-        # takes 4.1 s of user time, 8.6 s without the first and 10.2 s without the second (dev/LOG.md, 2026-11-26).
-        # Upstream: ggml-org/llama.cpp pull request 10159 made the parser fast and was closed; transformers makes the
-        # name map in a recursion over modules since its pull request 34385.
-        # The third saves none, but its original writes to stderr even if that is not a terminal.
+        # transformers has no arguments for these replacements. The first two save time: loading SmolLM2-135M in
+        # float32 takes 4.1 s of user time, 8.6 s without the first and 10.2 s without the second (dev/LOG.md,
+        # 2026-11-26). Upstream: ggml-org/llama.cpp pull request 10159 made the parser fast and was closed;
+        # transformers makes the name map in a recursion over modules since its pull request 34385.
+        # The third saves no time, but its original writes to stderr even if that is not a terminal.
         replacements: list[tuple[Any, str, Any]] = [
             (gguf, "GGUFReader", self._parse),
             (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),  # called once for each module

@@ -20,7 +20,7 @@ from .gguf_sizes import ROUTER, Metadata, Sizes, check_counts, contradiction, re
 class RotaryTable:
     """Angle i of position p is p / factor * base ** (-2 i / R), i below R / 2.
 
-    If the file has ``FREQUENCY_FACTORS`` (R / 2,), angle i is also divided by element i of that tensor.
+    If the file has ``FREQUENCY_FACTORS`` (R / 2,), angle i of the first table is also divided by element i.
     """
 
     base: float

@@ -4,7 +4,7 @@
     h' = h + down(silu(gate z) * up z)            the predicted next hidden state, which the next level reads as h
     logits over the shortlist = scale * rows of the model's own output matrix * h'
 
-The file has the norms, gate, up and down, and the shortlist, which is the most frequent tokens of the model's own
+The file has the norms, gate, up and down, and the shortlist: the most frequent tokens of the model's own
 output. Output rows and embeddings come from the model, so the file takes 2 or 3 MB for a model of 135M parameters. It
 is a safetensors file with matrices as in GGUF's Q8_0 or Q4_0: blocks of 32 numbers of 8 or 4 bits, each with an fp16
 scale.

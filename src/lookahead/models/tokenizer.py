@@ -55,8 +55,7 @@ PIECES = {
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
 }
-#: Vocabularies of Llama 3, whose texts begin with the beginning-of-sequence token even if the file does not request
-#: it.
+#: Vocabularies of Llama 3, whose texts begin with the beginning-of-sequence token unless the file says otherwise.
 WITH_BOS = ("llama3", "llama-v3", "llama-bpe")
 #: Vocabularies in which a piece that equals a token becomes this token, regardless of the merges.
 IGNORE_MERGES = (*WITH_BOS, "falcon3")

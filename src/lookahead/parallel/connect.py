@@ -153,7 +153,7 @@ def check_same_model(connections: Connections, target: Target, model: Any = None
         SettingsError: a rank differs, or the model is split over ranks. Raised on every rank; the message names the
             rank and the differences.
         SystemExit: with status 0, if rank 0 has called ``dismiss``.
-        LookaheadError: a rank ended before all of them had loaded the model.
+        LookaheadError: a rank ended, or did not load the model within the timeout.
     """
     model = model if model is not None else getattr(target, "model", None)
     _refuse_split_models(model)

@@ -46,7 +46,7 @@ class RankExecutor:
     _trees: dict[int, TokenTree] = field(default_factory=dict)
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> Sequence[Scores]:
-        # Before the pass, which may run out of memory, because all ranks must agree.
+        # Recorded before the pass, which may run out of memory on one rank only: all ranks must agree on the tokens.
         for slot, prompt in prompts:
             self.missing[slot] = []
             self._update_checksum(slot, prompt)

@@ -68,7 +68,7 @@ def suggestion(model: type[BaseModel], path: list[str]) -> str | None:
 
 
 class Strict(BaseModel):
-    """Rejects unknown fields and NaN."""
+    """Rejects unknown fields, NaN and infinities."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 

@@ -33,7 +33,8 @@ class Part:
         entries: its log-probabilities, in the endpoint's format.
         tool_calls: the calls at the end of the text.
         finish: the finish reason, as named in the API.
-        offset: number of characters in the prompt and the text so far.
+        offset: the text offset of the next token, from the start of the echoed prompt or else of the completion. Each
+            token that is part of a character counts as one character.
     """
 
     index: int

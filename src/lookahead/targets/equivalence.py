@@ -91,7 +91,7 @@ class Trial:
     """Prompts and trees of one comparison.
 
     Each of two prompts is followed by two trees, with a commit after each; slot 0 then takes two single-row steps.
-    Before the first trees, the control tree of slot 0 is evaluated once.
+    Before the first trees, the control tree of slot 0 is evaluated.
 
     Args:
         facts: the model's facts.

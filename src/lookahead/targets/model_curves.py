@@ -36,7 +36,7 @@ def model_key(model: Any, path: str = "") -> str:
     """The key of a model's cost curve: shape, dtype, device and code path, but not the weights' values.
 
     Args:
-        model: a transformers model.
+        model: a loaded model.
         path: ``cost_path`` of the target that evaluates it.
     """
     parts = [type(model).__name__, config_key(model.config), *_numbers_of(model), path]
@@ -96,7 +96,7 @@ def curve_of(
     a CPU without the compiled path, where its rows cost more than typical ones.
 
     Args:
-        model: a transformers model.
+        model: a loaded model.
         path: ``cost_path`` of the target that evaluates it, or its ``path`` if a wrapper hides the rest.
         make_target: returns a new target with a ``vocabulary``; called only for the first drafter of the model.
         notice: called with a line of text if the file is damaged or of another machine or version, or if it cannot be

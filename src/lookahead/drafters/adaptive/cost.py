@@ -102,7 +102,7 @@ class CostCurve:
         return cls.unmeasured(on_gpu) if on_gpu else cls({0: TYPICAL}, drafting=0.04)
 
     def at_least(self, other: CostCurve) -> CostCurve:
-        """This disturbed curve with the cost of rows and of drafting raised to those of another curve."""
+        """This disturbed curve, with the costs of rows and of drafting at least those of another curve."""
         others = {number for points in other.rows.values() for number in points}
         rows = {
             context: {k: max(self.cost(k, context), other.cost(k, context)) for k in others.union(points)}

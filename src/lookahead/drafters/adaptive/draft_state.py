@@ -1,7 +1,8 @@
 """The drafting state of one sequence, which drafts and learns from each step.
 
 ``grower`` owns the memory and grows trees from all sources, ``rows`` chooses the number of rows, ``state`` contains
-the statistics that sequences may share. Drafts depend only on the tokens and the cost curve; no clock is read.
+the statistics that sequences may share. No clock is read: equal tokens, logits, statistics and cost curves give equal
+drafts.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ STEP = record(
     rate="f8",  # tokens per plain step, the price of a plain step's time (``rows``)
     bias="f8",  # correction of the probabilities by recent acceptance (``rows``)
     guess_depth="i8",  # the light head guesses only under rows of a smaller depth; 0 for none
-    guess_price="f8",  # the gain from which a guess pays off, in tokens
+    guess_price="f8",  # the smallest gain for which a guess pays off, in tokens
     wanted="i8",  # set by ``grow``: the row under which the head must guess, or whose noise is missing
     chosen="i8",  # set by ``grow``: the number of rows that pay off
 )

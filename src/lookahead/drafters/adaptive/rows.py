@@ -2,11 +2,11 @@
 
 For a step of k rows, F(k) is the expected number of emitted tokens, and c(k) is the cost in plain steps (``cost``). r
 is the sequence's recent rate, in tokens per plain step's time, and is at least 1. Each step has the number of rows k
-that maximises
+that maximizes
 
     F(k) + EXPLORATION * (k - 1) - r * c(k)
 
-Maximising F(k) / c(k) in each step would not give the best rate in the long run. Maximising this difference, in which
+Maximizing F(k) / c(k) in each step would not give the best rate in the long run. Maximizing this difference, in which
 r is the price of a plain step's time, does (renewal reward). An example:
 
     k                        1     2     4     6     8    12    16
@@ -125,7 +125,7 @@ def pays(memory: Memory, rows: int, probability: float) -> bool:
 
 @compiled
 def choose(memory: Memory) -> int:
-    """The number of rows that maximises the rule, for the grown tree."""
+    """The number of rows that maximizes the rule, for the grown tree."""
     step = memory.step[0]
     nodes = memory.tree.nodes
     best, best_value = 1, 1.0 - step.rate * memory.costs[1]

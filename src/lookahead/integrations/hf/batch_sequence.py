@@ -168,7 +168,7 @@ List = TypeVar("List", LogitsProcessorList, StoppingCriteriaList)
 
 
 def for_row(used: List, batch: int) -> List:
-    """Processors or criteria for one row: copies of those from outside transformers, which may keep its state.
+    """Processors or criteria for one row: copies of those from outside transformers, which may keep the row's state.
 
     Raises:
         SettingsError: one cannot be copied.
@@ -179,7 +179,7 @@ def for_row(used: List, batch: int) -> List:
 def _own_copy(used: Any) -> Any:
     if _is_of_transformers(used):
         return used
-    # Models and tokenizers are large, and not the state of a sequence.
+    # Models and tokenizers are shared: they are large, and are not part of a sequence's state.
     parts = getattr(used, "__dict__", {}).values()
     shared = {id(x): x for x in parts if isinstance(x, (torch.nn.Module, PreTrainedTokenizerBase))}
     try:

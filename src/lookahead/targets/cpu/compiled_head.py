@@ -1,7 +1,7 @@
 """A light head (``models.head_file``) on packed weights: a few rows through its block and its output rows.
 
 It runs between two passes, on the same threads, and reads 3 to 8 MB of weights for a model of 135M parameters, for
-any number of rows. A job has four stages, with a barrier after each:
+any number of rows. A job has four stages, separated by barriers:
 
     gate    every thread computes the inputs z = [norm(h); norm(e)], then its share of silu(gate z) * up z
     round   the sums are quantized to 8 bits, like every input of a packed product

@@ -342,7 +342,7 @@ def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
 
 
 def checked(make: Callable[[], CompiledModel]) -> CompiledModel:
-    """The result of ``make``. If numba cannot compile here, its error is raised as ``Unsupported``."""
+    """The result of ``make``. An unexpected error, such as one of numba or LLVM, is raised as ``Unsupported``."""
     if numba_config.DISABLE_JIT:
         raise Unsupported(
             "numba may not compile here: NUMBA_DISABLE_JIT is set; unset it for compiled passes"
@@ -351,5 +351,5 @@ def checked(make: Callable[[], CompiledModel]) -> CompiledModel:
         return make()
     except (MemoryError, Unsupported, LookaheadError):
         raise
-    except Exception as error:  # any error of numba or LLVM, for this processor or its cache folder
+    except Exception as error:  # the errors of numba and LLVM have no common class
         raise Unsupported(f"numba cannot compile passes here ({summary(error)})") from error

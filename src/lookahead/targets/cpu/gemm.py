@@ -44,7 +44,7 @@ from .vectors import (
 VECTORS, LINE = GROUP // LANES, packed_gemm.LINE
 #: Number of rows whose sums fit into the registers, by (numbers in a register, registers).
 ROWS_AT_ONCE = {(16, 32): 8, (8, 16): 2, (4, 32): 2}.get((WIDTH, REGISTERS), 1)
-#: Steps that the vector kernels apply to all rows before moving on: 16 KiB of weights.
+#: Steps that the vector kernels apply to all rows before moving on: at most 16 KiB of weights.
 CHUNK = 128
 #: Prefetched bytes of each panel of the next group at the end of a group.
 NEXT_BYTES = 16 * 64

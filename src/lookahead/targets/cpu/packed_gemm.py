@@ -14,7 +14,7 @@ vector t holds q of inner numbers 4t .. 4t+3 of each output, 4 bytes per lane. A
 one panel. It unpacks the vectors of a block into registers and multiplies them with all rows while they are there:
 
     total += dot(vector t, row[4t .. 4t+3] in all lanes)         for each t
-    sums of the row += (s * dx) * (total - zero * sum of x)      0 without a zero point; s: the block's 16 scales
+    sums of the row += (s * dx) * (total - zero * sum of x)      zero: 0 if there is none; s: the block's 16 scales
     sums of the row += o * (dx * sum of x)                       if the format has offsets o
 
 With 32 registers of 16 words and instructions for products of bytes (VNNI), all 8 vectors fit into registers at once,
