@@ -191,7 +191,11 @@ def write_settings(writer, architecture, config):
         writer.add_key_length(head_size)
         writer.add_value_length(head_size)
     rotary = config.rope_parameters
-    writer.add_rope_freq_base(rotary.get("full_attention", rotary)["rope_theta"])
+    rotary = rotary.get("full_attention", rotary)
+    writer.add_rope_freq_base(rotary["rope_theta"])
+    if rotary["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rotary["factor"])
     if architecture in PERMUTED or architecture == "phi3":
         partial = rotary.get("partial_rotary_factor", 1.0)
         writer.add_rope_dimension_count(int(head_size * partial))

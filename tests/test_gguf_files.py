@@ -17,10 +17,11 @@ from gguf_files import (
     reference_model,
     write_gguf,
 )
+from lookahead.core import SettingsError
 from lookahead.models.blueprint import Unsupported
 from lookahead.models.gguf import GGUFFile
 from lookahead.models.gguf_families import GGUF_NAMES
-from lookahead.models.gguf_settings import RotaryTable, read_settings
+from lookahead.models.gguf_settings import RotaryTable, check_file, read_settings
 
 PROMPT = [5, 17, 40, 41, 99, 40, 41, 7, 8, 5, 17, 40]
 
@@ -42,6 +43,52 @@ def test_transformers_reads_the_same_model(architecture, tiny_gguf):
         assert torch.equal(state[name], weight), name
     expected = logits(reference, PROMPT)
     assert torch.allclose(logits(theirs, PROMPT), expected, atol=1e-4 * float(expected.std()))
+
+
+def _linear(base):
+    return {"rope_type": "linear", "factor": 4.0, "rope_theta": base}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("llama", {"rope_parameters": _linear(500000.0)}),
+        ("llama", {"frequency_factors": [1.0] * 32 + [8.0] * 32}),
+        ("gemma2", {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0}),
+        (
+            "gemma3",
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                    "full_attention": _linear(1000000.0),
+                }
+            },
+        ),
+        ("phi3", {"sliding_window": 6}),
+        ("starcoder2", {"sliding_window": 6, "rope_theta": 1000000.0}),
+    ],
+)
+def test_settings_that_transformers_reader_ignores(architecture, changes, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", architecture, "F32", **changes)
+    expected = logits(reference_model(tmp_path / "tiny.gguf"), PROMPT)
+    model = lookahead.load(tmp_path / "tiny.gguf", dtype="float32", device="cpu", attention="eager").model
+    assert torch.allclose(logits(model, PROMPT), expected, atol=1e-4 * float(expected.std()))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rope.scaling.type", "yarn"), ("rope.scaling.factor", 4.0)],
+)
+def test_positions_that_transformers_would_get_wrong(key, value, tiny_gguf):
+    """Of architectures that the compiled path does not read; gpt-oss is one whose scaling transformers reads."""
+    file = GGUFFile(tiny_gguf("llama"))
+    file.metadata["general.architecture"] = "stablelm"
+    for name in [name for name in file.metadata if name.startswith("llama.")]:
+        file.metadata[name.replace("llama.", "stablelm.")] = file.metadata[name]
+    assert check_file(file) is None
+    file.metadata[f"stablelm.{key}"] = value
+    with pytest.raises(SettingsError, match=r"transformers ignores stablelm.rope.scaling and would decode"):
+        check_file(file)
 
 
 def test_drafted_texts_equal_plain_decoding(tiny_gguf):

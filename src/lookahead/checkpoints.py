@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 from .core import OutOfMemory, SettingsError
 from .core.errors import first_line
-from .models.gguf_decoded import GGUFCheckpoint, missing_packages
+from .models.gguf_decoded import GGUFCheckpoint, correct_config, missing_packages
 from .models.gguf_settings import check_file
 from .models.tokenizer import GGUFTokenizer, build_tokenizer, end_tokens
 from .options import LoadOptions
@@ -106,13 +106,14 @@ class Checkpoint:
         import torch
         import transformers
 
-        if self.gguf is not None:
-            check_file(self.gguf.file)
+        settings = None if self.gguf is None else check_file(self.gguf.file)
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
         # Only decoder-only language models.
         config = self._read(AutoConfig)
+        if settings is not None:
+            correct_config(config, settings)
         remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
         known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or remote
         if not known or getattr(config, "is_encoder_decoder", False):
@@ -149,8 +150,10 @@ class Checkpoint:
                 f"the weights must include every parameter of {type(model).__name__}; {self.name} lacks "
                 f"{len(missing)}, such as {missing[0]!r}; is it a checkpoint of another kind of model?"
             )
-        if self.gguf is not None and (ends := end_tokens(self.gguf.file.metadata)):
-            model.generation_config.eos_token_id = ends  # transformers reads only one of them
+        if self.gguf is not None:
+            self.gguf.scale_frequencies(model)
+            if ends := end_tokens(self.gguf.file.metadata):
+                model.generation_config.eos_token_id = ends  # transformers reads only one of them
 
         # Move the model to its device.
         try:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from ..core import SettingsError
 from .blueprint import Unsupported
 from .gguf import GGUFFile
-from .gguf_families import FACTORS_BY_LENGTH, GGUF_NAMES, GGUFNames
+from .gguf_families import FACTORS_BY_LENGTH, FREQUENCY_FACTORS, GGUF_NAMES, GGUFNames
 from .gguf_sizes import ROUTER, Metadata, Sizes, check_counts, contradiction, read_sizes
 
 
@@ -58,16 +59,31 @@ class GGUFSettings(Sizes):
     tied: bool
 
 
-def check_file(file: GGUFFile) -> None:
-    """Check a file that transformers will read, in full if its architecture is in ``GGUF_NAMES``.
+def check_file(file: GGUFFile) -> GGUFSettings | None:
+    """Check a file that transformers will read, in full if ``read_settings`` can read its settings.
+
+    Returns:
+        The settings; None if ``read_settings`` does not support the file.
 
     Raises:
-        SettingsError: settings and tensors contradict each other.
+        SettingsError: settings and tensors contradict each other, or transformers would ignore the scaling of rotary
+            positions.
     """
     try:
-        read_settings(file)
+        return read_settings(file)
     except Unsupported:
         check_counts(file)
+    scaling = f"{file.metadata.get('general.architecture')}.rope.scaling"
+    kind, factor = file.metadata.get(f"{scaling}.type", "linear"), file.metadata.get(f"{scaling}.factor", 0)
+    ignored = [name for name in (FREQUENCY_FACTORS, *FACTORS_BY_LENGTH) if name in file.tensors]
+    if kind not in ("none", "linear") or (kind == "linear" and factor not in (0, 1)):
+        ignored.append(scaling)
+    if ignored and not scaling.startswith("gpt-oss"):  # whose scaling transformers reads
+        raise SettingsError(
+            f"transformers ignores {ignored[0]} and would decode {file.path.name} with wrong rotary positions; use "
+            "engine='llama.cpp', or the safetensors from which the file was made"
+        )
+    return None
 
 
 def read_settings(file: GGUFFile) -> GGUFSettings:
