@@ -5,6 +5,7 @@ import os
 import re
 from functools import partial
 from math import inf
+from threading import Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -263,6 +264,28 @@ def test_without_tuning_the_engine_measures_once(llm, monkeypatch):
     model_curves.forget_curves(llm.model)  # as in another process
     llm.generate([5, 6, 7], max_new_tokens=5)
     assert len(calls) == 1
+
+
+def test_threads_measure_one_after_the_other(llm, monkeypatch):
+    """Two that measure at once would disturb each other."""
+    running, most = [], []
+
+    def slow(target, device):
+        running.append(1)
+        most.append(len(running))
+        try:
+            return original(target)
+        finally:
+            running.pop()
+
+    original = measure.measure
+    monkeypatch.setattr(measure, "measure", slow)
+    threads = [Thread(target=llm.generate, args=([5, 6, 7],), kwargs={"max_new_tokens": 5}) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
 
 
 def test_a_curve_that_other_work_disturbed_is_neither_used_nor_kept(llm, monkeypatch):
@@ -625,6 +648,7 @@ def test_where_nothing_can_be_kept_the_curve_lives_in_memory(llm, cache, monkeyp
         (("--rows", "2,4"), "must contain 1"),
         (("--rows", "1"), "must contain a number above 1"),
         (("--rows", "1,x"), "whole numbers"),
+        (("--rows", "1,4,1024"), "rows must be"),
         (("--repeats", "0"), "at least 1"),
         (("--contexts", "99999999"), "a context must be shorter than"),
     ],

@@ -1,6 +1,7 @@
 """The loop on a target in pure Python: exactness, stopping, limits, errors, statistics."""
 
 import gc
+import re
 import weakref
 from functools import partial
 from math import isnan
@@ -49,6 +50,11 @@ DRAFTERS = [
     Lookahead(5, 4, 5, max_jacobi_iterations=3),
     *map(Lookahead.preset, PRESETS),
 ]
+
+
+def finish(engine):
+    while engine.busy:
+        engine.step()
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
@@ -190,17 +196,13 @@ def test_steps_may_be_large_again_once_a_sequence_has_ended():
     target = FakeTarget(40, max_rows=20)
     engine = Engine(lambda: target)
 
-    def finish():
-        while engine.busy:
-            engine.step()
-
     first = engine.add(Request(PROMPTS[0], Lookahead(15, 5, 15), 20))
     with pytest.warns(RuntimeWarning, match="did not fit"):
-        finish()
+        finish(engine)
     assert max(first.stats.rows_per_step) <= 20
     target.max_rows = 1 << 20
     second = engine.add(Request(PROMPTS[1], Lookahead(15, 5, 15), 20))
-    finish()
+    finish(engine)
     assert max(second.stats.rows_per_step) > 20
 
 
@@ -557,6 +559,48 @@ def test_a_text_that_ends_with_the_prefill_needs_no_drafter():
 
     (sequence,) = run(FakeTarget(40), [Request([1, 2], Broken(5, 4, 5), 1)])
     assert (sequence.finish_reason, sequence.error) == ("length", None)
+
+
+@pytest.mark.parametrize("failing", ["observe", "stats"])
+def test_a_drafter_that_fails_after_the_end_costs_no_completion(failing):
+    class Broken(Lookahead):
+        def start(self, sequence):
+            state = super().start(sequence)
+            honest = getattr(state, failing)
+
+            def fail(*given):
+                if len(given) == 0 or ours.finish_reason is not None:
+                    raise ZeroDivisionError("broken on purpose")
+                return honest(*given)
+
+            setattr(state, failing, fail)
+            return state
+
+    engine = Engine(lambda: FakeTarget(40))
+    ours = engine.add(Request([1, 2], Broken(5, 4, 5), 9))
+    words = r"the drafter failed: ZeroDivisionError.*completion is not affected"
+    with pytest.warns(RuntimeWarning, match=words):
+        finish(engine)
+    assert (ours.finish_reason, ours.error, len(ours.tokens)) == ("length", None, 9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"choose": lambda scores, node: 1 / 0}, "^choosing a token failed: ZeroDivisionError"),
+        ({"read_prompt": lambda *given: 1 / 0}, "^reading the prompt's logits failed: ZeroDivisionError"),
+    ],
+)
+def test_an_error_at_the_first_token_says_what_failed(change, message):
+    (sequence,) = run(FakeTarget(40), [Request([1, 2, 3], Plain(), 5, **change)])
+    assert (sequence.finish_reason, sequence.tokens) == ("error", [])
+    assert re.search(message, str(sequence.error))
+
+
+@pytest.mark.parametrize("name", ["max_sequences", "prompt_rows"])
+def test_an_engine_needs_room(name):
+    with pytest.raises(SettingsError, match=f"{name} must be at least 1, got 0"):
+        Engine(lambda: FakeTarget(40), **{name: 0})
 
 
 @pytest.mark.parametrize("token", [-1, 40])

@@ -28,6 +28,7 @@ from lookahead.testing import FakeTarget, assert_same_as_autoregressive, run
         ("7,4,3", Lookahead(7, 4, 3)),
         (" 7, 4, 3 ", Lookahead(7, 4, 3)),
         ("1,1,0", Plain()),
+        ("lookahead:1,1,0", Plain()),
         ({"W": 1, "N": 1, "G": 0}, Plain()),
         ("7b", Lookahead(15, 5, 15)),
         ("13b", Lookahead(10, 5, 10)),

@@ -1,5 +1,6 @@
 """Tokenizers built from GGUF metadata give the same token ids and text as transformers' own reader."""
 
+import copy
 import random
 from functools import cache
 from importlib.util import find_spec
@@ -293,6 +294,15 @@ def test_control_tokens_outside_the_byte_alphabet_are_whole():
     assert tokenizer.decode(ids) == "<｜begin▁of▁sentence｜><｜User｜>é<｜tool｜><|end|><｜end▁of▁sentence｜>"
     assert tokenizer.as_transformers("é").input_ids == [begin, *e_acute]
     assert len(tokenizer.as_transformers) == len(tokenizer) == len(tokens)
+    encoding = tokenizer("é")
+    assert not hasattr(encoding, "offsets")
+    assert copy.deepcopy(encoding) == encoding
+
+
+def test_a_token_that_would_take_hours_to_split():
+    metadata = SENTENCEPIECE | {"tokenizer.ggml.tokens": ["a", "a" * 10_001]}
+    with pytest.raises(SettingsError, match="a token must have at most 10,000 characters, got one of 10,001"):
+        build_tokenizer(metadata)
 
 
 def test_merges_of_a_vocabulary():

@@ -128,6 +128,7 @@ def damage(file, **changes):
         ({"numbers": {"bits": 5}}, "4 or 8"),
         ({"numbers": {"bits": 4}}, "must be"),
         ({"about": "[]"}, "report"),
+        ({"about": "[" * 100_000}, "recursion"),
         ({"tensors": {"down": np.zeros((3, 4), np.uint8)}}, "down must be"),
         ({"tensors": {"shortlist": np.array([5, 3], np.int32)}}, "not ascending"),
         ({"tensors": {"shortlist": np.zeros(0, np.int32)}}, "empty"),

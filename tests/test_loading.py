@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import lookahead
 from lookahead import loading
 from lookahead.checkpoints import Checkpoint
-from lookahead.core import SettingsError
+from lookahead.core import OutOfMemory, SettingsError
 from lookahead.loading import _check_causal, _quantize
 from lookahead.options import LoadOptions
 from lookahead.testing import tiny_model
@@ -89,8 +89,10 @@ def test_weights_that_do_not_fit_are_said_in_one_line(tmp_path, monkeypatch):
     tiny_model("gpt_neox").save_pretrained(tmp_path)
     checkpoint = Checkpoint(LoadOptions(path_or_id=tmp_path))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
-    words = f"{tmp_path} did not fit in memory; use a smaller dtype or model"
-    refused(words, checkpoint.read_model, "auto", "cpu")
+    with pytest.raises(
+        OutOfMemory, match=f"^{tmp_path} did not fit in memory; use a smaller dtype or model$"
+    ):
+        checkpoint.read_model("auto", "cpu")
 
 
 @pytest.mark.parametrize("name", ["trust_remote_code", "local_files_only", "exact"])

@@ -68,13 +68,21 @@ def test_the_two_zeros_are_equal():
     assert batch.top(3)[1].tolist() == [[[0.0, 0.0, 0.0]]]
 
 
-def test_nan_and_rows_that_do_not_lie_together():
-    logits = torch.randn(2, 4, 100)
-    logits[0, 0, 7] = float("nan")
-    ids, odds = LogitsBatch(logits).top(5)
-    assert ids[0, 0, 0] == 7
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [1, 5])
+def test_nan(sign, dtype, k):
+    """As an integer, a NaN with its sign bit set, as x86 makes it, is the smallest number."""
+    logits = torch.randn(2, 4, 100).to(dtype)
+    logits[0, 0, 7] = torch.tensor(float("nan")).copysign(torch.tensor(sign))
+    ids, odds = LogitsBatch(logits).top(k)
     assert ((ids >= 0) & (ids < 100)).all()
+    assert np.isnan(odds[0, 0]).all()
+    assert np.isfinite(odds[0, 1:]).all()
     assert np.isfinite(odds[1]).all()
+
+
+def test_rows_that_do_not_lie_together():
     padded = torch.randn(1, 4, 200)[..., :100]
     np.testing.assert_array_equal(LogitsBatch(padded).top(5)[0], sorted_rows(padded, 5)[0])
     apart = torch.randn(2, 4, 200)[..., ::2]

@@ -1,6 +1,7 @@
 """Models with packed weights compute what transformers computes with the decoded weights; drafting leaves
 completions unchanged; a one-line message names what cannot be packed."""
 
+import errno
 import json
 import os
 
@@ -9,11 +10,11 @@ import torch
 
 import lookahead
 from gguf_files import ARCHITECTURES, MIXED, reference_model, unpermuted
-from lookahead.core import SettingsError, TokenTree
+from lookahead.core import OutOfMemory, SettingsError, TokenTree
 from lookahead.drafters import Adaptive, Lookahead, Plain
 from lookahead.models.gguf import GGUFFile
 from lookahead.models.gguf_families import GGUF_NAMES
-from lookahead.targets.cpu import gguf_blueprint
+from lookahead.targets.cpu import formats, gguf_blueprint
 from lookahead.targets.cpu.packed_model import PackedModel, read_model
 from lookahead.targets.paths import make_target
 from test_cli import call, refused
@@ -227,6 +228,23 @@ def test_an_architecture_that_only_transformers_knows(files, monkeypatch):
         warned[0].message
     )
     assert (type(llm.model).__name__, llm.dtype) == ("Qwen2ForCausalLM", "bfloat16")
+
+
+def test_an_option_for_transformers_is_not_silent(files):
+    with pytest.warns(UserWarning, match=r"cannot stay packed \(attention is for transformers\)"):
+        lookahead.load(files("llama", MIXED), attention="eager")
+
+
+def test_weights_without_room(files, monkeypatch):
+    def full(file, *arguments, **keywords):
+        if file == -1:  # not the mapping of a file
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return honest(file, *arguments, **keywords)
+
+    honest = formats.mmap.mmap
+    monkeypatch.setattr(formats.mmap, "mmap", full)
+    with pytest.raises(OutOfMemory, match=r"GB must fit in memory \(Cannot allocate memory\); use a smaller"):
+        lookahead.load(files("llama", MIXED))
 
 
 @pytest.mark.parametrize("kind", ["IQ4_NL", "Q2_K", "Q3_K"])

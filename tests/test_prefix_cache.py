@@ -6,7 +6,7 @@ import torch
 import lookahead
 from families import tiny_model
 from lookahead.cli.chat import Conversation
-from lookahead.core import Engine, NumericalError, OutOfMemory, Request, Target
+from lookahead.core import Engine, NumericalError, OutOfMemory, Request, SettingsError, Target
 from lookahead.drafters import Lookahead, Plain
 from lookahead.engine.prefix_cache import PrefixTarget, with_prefixes
 from lookahead.targets.paths import make_target
@@ -283,3 +283,9 @@ def test_targets_that_cannot_keep_are_used_as_they_are():
     assert isinstance(with_prefixes(FakeTarget(), 2), FakeTarget)
     rope = tiny_model("llama-dynamic-ntk", initializer_range=0.1)
     assert not isinstance(with_prefixes(make_target(rope), 2), PrefixTarget)
+    with pytest.raises(SettingsError, match="prefix_cache must be 0 or more, got -1"):
+        with_prefixes(FakeTarget(), -1)
+
+
+def test_a_model_without_a_position_limit_keeps_prefixes():
+    assert isinstance(with_prefixes(make_target(tiny_model("bloom")), 2), PrefixTarget)

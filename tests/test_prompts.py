@@ -1,5 +1,6 @@
 """Prompts become token ids: the chat template gets its variables, and its errors name them."""
 
+import numpy as np
 import pytest
 
 from lookahead.core import SettingsError
@@ -19,3 +20,9 @@ def test_the_chat_template_gets_its_variables_and_its_errors_name_them(variables
         SettingsError, match=f"^the model's chat template rejects these messages{given}: too hard$"
     ):
         encode(messages, made, "", VOCABULARY, None, variables)
+
+
+def test_token_ids_may_be_integers_of_numpy():
+    assert encode(list(np.array([3, 4])), None, "", VOCABULARY, None) == [3, 4]
+    with pytest.raises(SettingsError, match=r"a prompt must be a string, .*got list"):
+        encode([True, False], None, "", VOCABULARY, None)

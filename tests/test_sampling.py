@@ -80,7 +80,7 @@ def test_noise_depends_on_seed_and_position_and_on_nothing_else():
 def test_noise_is_the_same_on_every_device(size):
     """Integers are identical; the two logarithms may differ in the last bit."""
     for seed, position in ((0, 0), (-3, 17), (1 << 70, 100_000)):
-        other = sampling._on_device(start_of(key_of(seed), position), size, "cpu")
+        other = sampling._on_cuda(start_of(key_of(seed), position), size, "cpu")
         assert torch.allclose(gumbel(seed, position, size), other, rtol=3e-7, atol=1e-7)
 
 

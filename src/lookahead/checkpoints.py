@@ -204,7 +204,7 @@ class Checkpoint:
             ) from None
         except Exception as error:  # the errors of transformers and its dependencies have no common class
             if out_of_memory(error):
-                raise SettingsError(
+                raise OutOfMemory(
                     f"{self.name} did not fit in memory; use a smaller dtype or model"
                 ) from None
             if self.gguf is not None:
@@ -422,5 +422,5 @@ def _shards(index: Path) -> list[Path]:
 def _read_json(path: Path, rule: str) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"{rule}; {path} is not ({error})") from None

@@ -448,6 +448,7 @@ class LLM:
         from .drafters.adaptive.measure import measure
         from .targets.model_curves import cost_path, forget_curves, model_key, runs_on
 
+        Adaptive(rows=max(rows))  # rejects a number that is too large before anything is measured
         target = self.target()
         measured = measure(target, rows, contexts, batches, repeats, inf, progress, runs_on(self.model))
         if not measured.has_rows:  # every row would seem to be free

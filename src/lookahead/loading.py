@@ -250,9 +250,14 @@ def _read_packed(
             )
         if device != "cpu" or dtype != "auto":
             raise SettingsError("weights needs the CPU and dtype='auto'; leave out device and dtype")
-    if gguf is None or not gguf.is_quantized or dtype != "auto" or device != "cpu" or checkpoint.how:
+    if gguf is None or not gguf.is_quantized or dtype != "auto" or device != "cpu":
         return None
     try:
+        if checkpoint.how:
+            given = next(
+                name for name in ("attention", "device_map", "quantization_config") if getattr(chosen, name)
+            )
+            raise Unsupported(f"{given} is for transformers")
         return read_model(gguf.file)
     except Unsupported as error:
         warnings.warn(

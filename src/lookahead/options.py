@@ -83,7 +83,7 @@ class MachineOptions(OptionSet):
     engine: str | None = option(
         None,
         "llama.cpp evaluates a GGUF file through the package llama-cpp-python, with every architecture, quantization "
-        "and device that it supports. The next five options are named as in that package.",
+        "and device that it supports. The next five options are named as on the command line of llama.cpp.",
         only("llama.cpp"),
         metavar="llama.cpp",
     )

@@ -11,6 +11,7 @@ import os
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from math import isfinite
@@ -73,7 +74,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the file cannot be replaced.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)

@@ -76,9 +76,9 @@ def gumbel(seed: int, position: int, vocabulary: int, device: Device = None) -> 
         device: the device of the result; None for the CPU.
     """
     start = start_of(key_of(seed), position)
-    if torch.device(device or "cpu").type == "cpu":
-        return torch.from_numpy(_on_cpu(start, vocabulary))
-    return _on_device(start, vocabulary, device)
+    if torch.device(device or "cpu").type == "cuda":
+        return _on_cuda(start, vocabulary, device)
+    return torch.from_numpy(_on_cpu(start, vocabulary)).to(device)  # other devices may lack float64
 
 
 def _splitmix(x: Any, start: int, number: Callable[[int], int], shifted: Callable[[Any, int], Any]) -> Any:
@@ -111,7 +111,7 @@ def _on_cpu(start: int, vocabulary: int) -> Any:
     return uniform.astype(np.float32)
 
 
-def _on_device(start: int, vocabulary: int, device: Device) -> torch.Tensor:
+def _on_cuda(start: int, vocabulary: int, device: Device) -> torch.Tensor:
     """Gumbel noise in torch's signed integers, which wrap around, but whose right shift copies the sign."""
     x = torch.arange(1, vocabulary + 1, dtype=torch.int64, device=device)
     bits = _splitmix(x, start, _signed, lambda x, by: (x >> by) & ((1 << 64 - by) - 1))

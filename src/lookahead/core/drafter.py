@@ -138,11 +138,14 @@ class Drafter(ABC):
 
     Attributes:
         name: the method's name, as in ``drafter="lookahead"``.
-        uses_prediction: whether ``start`` reads ``Start.predicted``.
     """
 
     name: ClassVar[str] = ""
-    uses_prediction: ClassVar[bool] = False
+
+    @property
+    def uses_prediction(self) -> bool:
+        """Whether ``start`` reads ``Start.predicted``."""
+        return False
 
     @abstractmethod
     def start(self, sequence: Start) -> DraftState:

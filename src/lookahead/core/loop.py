@@ -48,6 +48,8 @@ from .verify import verify
 #: A target's errors caused by one prompt, which must be shortened or changed. After any other error, the target's
 #: state is unknown.
 OF_A_PROMPT = (NumericalError, OutOfMemory, SettingsError)
+#: The work of a drafter, as in ``failure``. If it fails after the end of a sequence, the completion is kept.
+DRAFTING = "the drafter"
 #: The accepted path and the tree of one sequence in a forward pass; see ``Update``.
 Step = tuple[list[int], TokenTree]
 
@@ -57,7 +59,7 @@ class PassFailed(LookaheadError):
 
 
 class _ended_by_errors:
-    """``with _ended_by_errors(sequence, "the drafter"):`` an exception in the block ends this sequence alone.
+    """``with _ended_by_errors(sequence, DRAFTING):`` an exception in the block ends this sequence alone.
 
     A class rather than a generator for speed, like ``timed``.
 
@@ -85,7 +87,11 @@ class _ended_by_errors:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception) or not isinstance(error, self._kinds):
             return False
-        self._sequence.fail(failure(self._what, error))
+        failed = failure(self._what, error)
+        if self._what == DRAFTING and self._sequence.finish_reason is not None:
+            warnings.warn(f"{failed}; the completion is not affected", RuntimeWarning, stacklevel=4)
+        else:
+            self._sequence.fail(failed)
         return True
 
 
@@ -118,6 +124,7 @@ class Engine:
         target: the target; None from a failed forward pass until the next request is admitted.
 
     Raises:
+        SettingsError: a number is not positive.
         SettingsError, OutOfMemory: from ``make_target``.
     """
 
@@ -131,6 +138,9 @@ class Engine:
         prompt_rows: int = UNLIMITED_ROWS,
         row_budget: int | abc.Callable[[int], int] = UNLIMITED_ROWS,
     ) -> None:
+        for name, value in (("max_sequences", max_sequences), ("prompt_rows", prompt_rows)):
+            if value < 1:
+                raise SettingsError(f"{name} must be at least 1, got {value}")
         self._make_target = make_target
         self._admit_request = admit
         self.max_sequences = max_sequences
@@ -294,7 +304,7 @@ class Engine:
             return
         self._without_drafts.discard(sequence)
         if sequence.drafting is not None and sequence.error is None:
-            with _ended_by_errors(sequence, "the drafter"):
+            with _ended_by_errors(sequence, DRAFTING):
                 sequence.stats.drafter = sequence.drafting.stats()
         if sequence.slot >= 0 and self.target is not None:
             self.target.release(sequence.slot)
@@ -320,10 +330,10 @@ class Engine:
                     room -= sequence.evaluated - begin - reused
                 if sequence.finish_reason is not None:
                     continue
-                with _ended_by_errors(sequence, "prompt evaluation"):
+                with _ended_by_errors(sequence, "reading the prompt's logits"):
                     self._read_prompt(sequence, scores, rows, begin)
-                    if sequence.evaluated == len(sequence.request.prompt):
-                        self._begin(sequence, scores, rows[-1])
+                if sequence.evaluated == len(sequence.request.prompt) and sequence.finish_reason is None:
+                    self._begin(sequence, scores, rows[-1])
 
     def _evaluate_prompt(self, sequence: Sequence, room: int) -> tuple[Scores, list[int]]:
         """Evaluate and commit up to ``room`` more tokens of a prompt, as a chain. Returns (scores, scored rows)."""
@@ -364,10 +374,13 @@ class Engine:
 
     def _begin(self, sequence: Sequence, scores: Scores, last: int) -> None:
         """Emit the first token of a sequence whose prompt is in the cache, and start its drafter."""
-        token = sequence.choose(scores, last)
-        sequence.first_token = monotonic()
-        if not sequence.emit(token):
-            sequence.start_drafting(self._require_target().vocabulary)
+        with _ended_by_errors(sequence, "choosing a token"):
+            token = sequence.choose(scores, last)
+            sequence.first_token = monotonic()
+            sequence.emit(token)
+        if sequence.finish_reason is None:
+            with _ended_by_errors(sequence, DRAFTING):
+                sequence.start_drafting(self._require_target().vocabulary)
         self._prefilling.remove(sequence)
         self._decoding.append(sequence)
 
@@ -398,7 +411,7 @@ class Engine:
         with timed("observe", stats):
             for sequence, tree, scores in evaluated:
                 if sequence in steps and sequence.error is None:
-                    with _ended_by_errors(sequence, "the drafter"):
+                    with _ended_by_errors(sequence, DRAFTING):
                         _state_of(sequence).observe(tree, scores, steps[sequence][0], sequence.fresh)
 
     def _verify(self, sequence: Sequence, tree: TokenTree, scores: Scores) -> list[int]:
@@ -461,7 +474,7 @@ class Engine:
         for index, sequence in enumerate(running):
             # An equal share of the remaining rows, so that unused rows go to later sequences.
             share = min(largest, left // (len(running) - index))
-            with _ended_by_errors(sequence, "the drafter"):
+            with _ended_by_errors(sequence, DRAFTING):
                 tree = self._draft(target, sequence, share, len(running))
                 drafted.append((sequence, tree))
                 left -= len(tree)

@@ -64,7 +64,11 @@ class Lookahead(Drafter):
     pool: NGramPool | None = field(default=None, compare=False, repr=False)
 
     name = "lookahead"
-    uses_prediction = True
+
+    @property
+    def uses_prediction(self) -> bool:
+        """Whether n-grams of a prediction enter the pool and can become candidates."""
+        return self.pool_from_prompt and self.guess_set_size > 0
 
     def __post_init__(self) -> None:
         if self.triple == (1, 1, 0):

@@ -178,7 +178,7 @@ def _with_settings(base: Drafter | type[Drafter], settings: Mapping[str, Any]) -
         if name == "sources" and isinstance(value, str):
             value = tuple(filter(None, re.split(r"[+,]", value)))
         resolved[name] = value
-    if kind is Lookahead and [resolved.get(name) for name in TRIPLE] == [1, 1, 0]:
+    if kind is Lookahead and resolved == dict(zip(TRIPLE, (1, 1, 0), strict=True)):
         return Plain()
     drafter = base() if isinstance(base, type) else base
     return replace(drafter, **resolved) if resolved else drafter  # type: ignore[type-var]

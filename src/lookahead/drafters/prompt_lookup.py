@@ -25,7 +25,11 @@ class PromptLookup(Drafter):
     max_drafted: int = 10
 
     name = "prompt-lookup"
-    uses_prediction = True
+
+    @property
+    def uses_prediction(self) -> bool:
+        """Whether a prediction is searched for matches."""
+        return True
 
     def __post_init__(self) -> None:
         check_whole(self, "max_ngram", 1, 32)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import count
 from traceback import clear_frames
 
-from ..core import OutOfMemory, Scores, Target, TokenTree, common_prefix
+from ..core import OutOfMemory, Scores, SettingsError, Target, TokenTree, common_prefix
 from ..core.target import adopt_properties
 
 
@@ -142,4 +142,6 @@ class PrefixTarget(Target):
 
 def with_prefixes(target: Target, kept: int) -> Target:
     """The target with prefix caching; the target itself if its rows cannot be reused or ``kept`` is 0."""
+    if kept < 0:
+        raise SettingsError(f"prefix_cache must be 0 or more, got {kept}")
     return PrefixTarget(target, kept) if kept and target.keeps_prefixes else target

@@ -92,6 +92,8 @@ def _bad_words(words: Sequence[str | Sequence[int]], tokenizer: Any) -> list[lis
             raise SettingsError(
                 f"a bad word given as a string needs a tokenizer, got {word!r}; give token ids"
             )
+        if any("\ud800" <= character <= "\udfff" for character in word):
+            raise SettingsError("a bad word must be valid Unicode, got half a surrogate pair")
         # Inside a sequence, a word usually has a leading space.
         for text in (word, " " + word):
             ids = tokenizer(text, add_special_tokens=False).input_ids

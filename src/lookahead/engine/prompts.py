@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from ..core import SettingsError
@@ -76,8 +77,8 @@ def encode(
         ids = list(tokenizer(prompt).input_ids)
     elif _all_are(prompt, Mapping) and len(prompt):
         ids = _from_messages(prompt, tokenizer, missing, variables or {})
-    elif _all_are(prompt, int) and bool not in map(type, prompt):
-        ids = list(prompt)
+    elif _all_are(prompt, Integral) and bool not in map(type, prompt):
+        ids = [int(token) for token in prompt]
     else:
         raise SettingsError(
             "a prompt must be a string, a list of chat messages or a list of token ids, "

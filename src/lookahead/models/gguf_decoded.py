@@ -131,7 +131,7 @@ def correct_config(config: Any, settings: GGUFSettings) -> None:
             fields["partial_rotary_factor"] = settings.rotary_size / settings.head_size
         return fields
 
-    values = {
+    values: dict[str, Any] = {
         "layer_types": ["sliding_attention" if window else "full_attention" for window in settings.windows],
         "sliding_window": max(settings.windows) or None,
         "attn_logit_softcapping": settings.attention_cap or None,

@@ -192,7 +192,12 @@ def read_sizes(read: Metadata) -> Sizes:
         )
     # Positions.
     rotary_size = read.whole("rope.dimension_count", head_size)
-    if rotary_size % 2 or rotary_size > head_size or (names.permuted and rotary_size != head_size):
+    rotates = any(map(names.rotates, range(layer_count)))
+    if (
+        (rotates and rotary_size % 2)
+        or rotary_size > head_size
+        or (names.permuted and rotary_size != head_size)
+    ):
         raise contradiction(
             file,
             f"{read.architecture}.rope.dimension_count must be {'' if names.permuted else 'even and at most '}"

@@ -171,7 +171,7 @@ def load_head(path: str | os.PathLike[str]) -> HeadWeights:
                 raise ValueError(f"its format is {texts.get('format', 'not given')!r:.40}, not {FORMAT!r}")
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return _checked(json.loads(texts["numbers"]), arrays, json.loads(texts.get("about", "{}")))
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise SettingsError(f"{os.fspath(path)} is not a light head: {first_line(error)}") from None
 
 

@@ -62,6 +62,8 @@ IGNORE_MERGES = (*WITH_BOS, "falcon3")
 #: Vocabularies in which every digit is a separate piece, as in llama.cpp and in the models' own tokenizer.json.
 #: transformers does not do this, so results differ for spaces before a digit.
 DIGITS_APART = ("smollm", "starcoder", "refact")
+#: The most characters of a token.
+LONGEST = 10_000
 
 
 def byte_alphabet() -> dict[int, str]:
@@ -139,6 +141,9 @@ def _check_vocabulary(metadata: Mapping[str, Any]) -> None:
         raise SettingsError(f"tokenizer.ggml.merges must be a list of strings, got {merges!r:.60}")
     if not isinstance(template, str | None):
         raise SettingsError(f"tokenizer.chat_template must be a string, got {template!r:.60}")
+    longest = max((len(token) for token in tokens if isinstance(token, str)), default=0)
+    if longest > LONGEST:  # merges_of takes the square of the length
+        raise SettingsError(f"a token must have at most {LONGEST:,} characters, got one of {longest:,}")
     for key in ("tokenizer.ggml.scores", "tokenizer.ggml.token_type"):
         numbers = np.asarray(metadata.get(key, [0] * len(tokens)))
         if numbers.shape != (len(tokens),) or numbers.dtype.kind not in "iuf":
@@ -356,7 +361,9 @@ class GGUFTokenizer:
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
         """The text of token ids, including special tokens unless they are skipped."""
-        if options.pop("clean_up_tokenization_spaces", False) or options or not isinstance(token_ids, list):
+        if not options.get("clean_up_tokenization_spaces", True):  # as without the option
+            del options["clean_up_tokenization_spaces"]
+        if options or not isinstance(token_ids, list):
             return self.as_transformers.decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
         return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
@@ -385,4 +392,8 @@ class GGUFTokenizer:
 class _Encoding(dict[str, Any]):
     """Fields by key and as attributes, like BatchEncoding of transformers."""
 
-    __getattr__ = dict.__getitem__
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None

@@ -13,7 +13,7 @@ from ..core import NumericalError, OutOfMemory, SettingsError, Target
 from ..drafters.adaptive.base_files import existing_files, table_name
 from ..models.head_file import HeadWeights, load_head
 from ..records import cache_folder
-from .model_curves import cost_path, head_cost
+from .model_curves import cost_path, head_cost, measuring
 from .own_model import OwnModel
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -132,20 +132,21 @@ def head_of(
         wanted: the head's path, or "auto" for the result of ``find_head``, if any.
         make_target: makes a target, to measure the cost of a head call if it is not known.
     """
-    heads = _of_models.setdefault(model, {})
     key = wanted, target.path
-    if key not in heads:
-        heads[key] = None
-        try:
-            check_hidden(target, f"head={wanted!r}")
-            file = find_head(model) if wanted == "auto" else Path(wanted)
-            if file is not None:
-                head = make_head(model, target, load_head(file))
-                head.cost = head_cost(head, model, cost_path(target), make_target, notice)
-                heads[key] = head
-        except (NumericalError, OutOfMemory, SettingsError) as error:
-            notice(f"{error}; continuing without a light head")
-    return heads[key]
+    with measuring:
+        heads = _of_models.setdefault(model, {})
+        if key not in heads:
+            heads[key] = None
+            try:
+                check_hidden(target, f"head={wanted!r}")
+                file = find_head(model) if wanted == "auto" else Path(wanted)
+                if file is not None:
+                    head = make_head(model, target, load_head(file))
+                    head.cost = head_cost(head, model, cost_path(target), make_target, notice)
+                    heads[key] = head
+            except (NumericalError, OutOfMemory, SettingsError) as error:
+                notice(f"{error}; continuing without a light head")
+        return heads[key]
 
 
 def _name(model: Any) -> str:

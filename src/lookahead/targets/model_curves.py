@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from threading import RLock
 from typing import Any
 
 from ..core import NumericalError, OutOfMemory, SettingsError, Target
@@ -85,6 +86,8 @@ def _numbers_of(model: Any) -> tuple[Any, Any]:
 
 
 _of_models: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], CostCurve]] = weakref.WeakKeyDictionary()
+#: Held while curves are compiled for and measured, because two threads that measure at once disturb each other.
+measuring = RLock()
 
 
 def curve_of(
@@ -102,16 +105,17 @@ def curve_of(
         notice: called with a line of text if the file is damaged or of another machine or version, or if it cannot be
             written.
     """
-    mine = _of_models.setdefault(model, {})
     key = (*_numbers_of(model), path)
-    if key not in mine:
-        from ..jit import wait_for_compilation  # imports numba
+    with measuring:
+        mine = _of_models.setdefault(model, {})
+        if key not in mine:
+            from ..jit import wait_for_compilation  # imports numba
 
-        wait_for_compilation()
-        target = make_target()
-        name = model_key(model, cost_path(target))
-        mine[key] = _load_or_measure(target, name, notice, runs_on(model))
-    return mine[key]
+            wait_for_compilation()
+            target = make_target()
+            name = model_key(model, cost_path(target))
+            mine[key] = _load_or_measure(target, name, notice, runs_on(model))
+        return mine[key]
 
 
 def forget_curves(model: Any) -> None:

@@ -200,7 +200,7 @@ def _compiled(model: PreTrainedModel, facts: ModelFacts) -> tuple[CompiledModel 
             return None, f"compiled passes need plain torch tensors, but {path} is a {kind}"
     try:
         compiled = compile_model(model, facts)
-    except Unsupported as error:
+    except (Unsupported, OutOfMemory) as error:  # the model's own passes need no second copy of the weights
         return None, str(error)
     result = compare(model, facts, lambda: CpuTarget(compiled, facts, 32))
     forget(model, "trial")

@@ -111,7 +111,8 @@ class TransformersTarget(StoredTarget):
         self.cache = TreeCache(facts.shapes, facts.dtype, model.device, capacity) if cache is None else cache
         self.lengths = self.cache.lengths
         # Where rotary frequencies change with the length, kept keys may have those of another length.
-        self.keeps_prefixes = type(self) is TransformersTarget and facts.rope_boundary > facts.max_positions
+        changes = bool(facts.rope_type) and facts.rope_boundary <= facts.max_positions
+        self.keeps_prefixes = type(self) is TransformersTarget and not changes
 
     def depth_limit(self, slot: int) -> int:
         """The positions left, except where a tree would need one set of rotary frequencies per depth."""

@@ -44,7 +44,11 @@ class Adaptive(AdaptiveSettings, Drafter):
     state: AdaptiveState | None = field(default=None, compare=False, repr=False)
 
     name = "adaptive"
-    uses_prediction = True
+
+    @property
+    def uses_prediction(self) -> bool:
+        """Whether a prediction is searched for matches."""
+        return "suffix" in self.sources
 
     def __post_init__(self) -> None:
         super().__post_init__()

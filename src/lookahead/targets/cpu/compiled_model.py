@@ -242,14 +242,14 @@ class CompiledModel:
 
         If only the first R numbers of a head rotate, the others have the angle 0.
         """
-        table = self._angles
-        if position >= table.shape[1] and self.blueprint.angles is not None:
+        known = table = self._angles  # read once, since another thread may replace it
+        if position >= known.shape[1] and self.blueprint.angles is not None:
             angles = self.blueprint.angles(1 << position.bit_length())
             shape = *angles.shape[:2], self.head_size // 2
             table = np.stack([np.ones(shape, np.float32), np.zeros(shape, np.float32)], -1)
             table[:, :, : angles.shape[2]] = angles
-            if self._angles.size:
-                table[:, : self._angles.shape[1]] = self._angles  # no bit of a position ever changes
+            if known.size:
+                table[:, : known.shape[1]] = known  # no bit of a position ever changes
             self._angles = table
         return table
 
@@ -338,7 +338,8 @@ def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
         raise Unsupported("compiled passes need every layer on the CPU")
     from ...models.module_families import blueprint_of
 
-    return checked(lambda: CompiledModel(blueprint_of(model, facts)))
+    blueprint = blueprint_of(model, facts)
+    return checked(lambda: CompiledModel(blueprint))
 
 
 def checked(make: Callable[[], CompiledModel]) -> CompiledModel:

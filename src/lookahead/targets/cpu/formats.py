@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...core import OutOfMemory
 from ...jit import compiled
 from .operations import floats_at, shorts_at
 from .packed import BLOCK, RECORD
@@ -138,7 +139,7 @@ class ArrayMemory:
     It uses huge pages if the system provides them, because fewer pages cause fewer stalls.
 
     Raises:
-        MemoryError: the system has no room.
+        OutOfMemory: the system has no room.
     """
 
     def __init__(self, size: int) -> None:
@@ -148,7 +149,10 @@ class ArrayMemory:
         try:
             self._map = mmap.mmap(-1, size + 2 * LARGE_PAGE, **private)
         except OSError as error:
-            raise MemoryError(f"{size} bytes ({error.strerror})") from error
+            raise OutOfMemory(
+                f"{size / 1e9:.1f} GB must fit in memory ({error.strerror}); use a smaller model, fewer bits per "
+                "weight or a shorter context"
+            ) from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # the system has no huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)

@@ -94,6 +94,7 @@ def search_row_of(kind: Any) -> Any:
     """
     sign = 8 * np.dtype(kind).itemsize - 1
     lowest, rest = -(1 << sign), (1 << sign) - 1
+    infinity = 0x7F800000 >> (31 - sign)
 
     def search_row(
         values: Any,
@@ -119,10 +120,14 @@ def search_row_of(kind: Any) -> Any:
                 scratch[order + group] = 0 if peak == -1 else peak  # -0.0, which became -1, equals 0.0
         else:
             for group in range(count):
-                peak = kind(lowest)
+                peak, least = kind(lowest), kind(0)
                 begin = start + group * GROUP
                 for i in range(begin, begin + min(GROUP, vocabulary - group * GROUP)):
-                    peak = max(peak, kind(_ordered(values[i], sign, rest)))
+                    number = kind(_ordered(values[i], sign, rest))
+                    peak, least = max(peak, number), min(least, number)
+                peak = (
+                    kind(rest) if least < ~infinity else peak
+                )  # less than -inf: a NaN whose sign bit is set
                 scratch[order + group] = 0 if peak == -1 else peak
         for group in range(count, count + BLOCK):
             scratch[order + group] = lowest
@@ -134,8 +139,9 @@ def search_row_of(kind: Any) -> Any:
             if peak > scratch[k - 1] >> 32:  # ties go to the lower group
                 for group in range(block, min(block + BLOCK, count)):
                     _insert(scratch, 0, k, scratch[order + group], group)
-        # 3. The k best tokens of these groups.
-        bound = scratch[k - 1] >> 32
+        # 3. The k best tokens of these groups. No token may reach the bound of a NaN whose sign bit is set.
+        has_nan = scratch[0] >> 32 > infinity
+        bound = lowest if has_nan else scratch[k - 1] >> 32
         for i in range(k):
             group = LAST - (scratch[i] & LAST)
             for token in range(group * GROUP, min((group + 1) * GROUP, vocabulary)):
@@ -143,9 +149,7 @@ def search_row_of(kind: Any) -> Any:
                 value = kind(0) if value == -1 else value
                 if value >= bound:
                     _insert(scratch, k, k, int64(value), token)
-        # 4. Back to floats. The largest of a row with a NaN is NaN; the peaks reveal a NaN even if its sign bit is
-        # set.
-        has_nan = scratch[0] >> 32 > 0x7F800000 >> (31 - sign)
+        # 4. Back to floats. The largest of a row with a NaN is NaN.
         largest = np.float32(np.nan)
         for i in range(k):
             best = scratch[k + i]
