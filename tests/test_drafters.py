@@ -196,3 +196,20 @@ def test_a_drafter_of_another_package_joins_by_being_passed_or_by_an_entry_point
         as_drafter("bad")
     with pytest.raises(SettingsError, match="recorder, bad, or W,N,G"):
         as_drafter("nix")
+
+
+@pytest.mark.parametrize(
+    ("text", "uses"),
+    [
+        ("adaptive", True),
+        ("adaptive:sources=logits+", False),
+        ("lookahead", True),
+        ("lookahead:pool_from_prompt=0", False),
+        ("7,4,0", False),
+        ("prompt-lookup", True),
+        ("jacobi", False),
+        ("plain", False),
+    ],
+)
+def test_whether_a_drafter_uses_a_prediction(text, uses):
+    assert as_drafter(text).uses_prediction is uses

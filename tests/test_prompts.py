@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lookahead.core import SettingsError
+from lookahead.engine.processors import _bad_words
 from lookahead.engine.prompts import encode
 from toy import VOCABULARY, tokenizer
 
@@ -26,3 +27,8 @@ def test_token_ids_may_be_integers_of_numpy():
     assert encode(list(np.array([3, 4])), None, "", VOCABULARY, None) == [3, 4]
     with pytest.raises(SettingsError, match=r"a prompt must be a string, .*got list"):
         encode([True, False], None, "", VOCABULARY, None)
+
+
+def test_a_bad_word_must_be_unicode():
+    with pytest.raises(SettingsError, match="a bad word must be valid Unicode, got half a surrogate pair"):
+        _bad_words(["\ud800"], tokenizer())

@@ -84,6 +84,12 @@ def test_noise_is_the_same_on_every_device(size):
         assert torch.allclose(gumbel(seed, position, size), other, rtol=3e-7, atol=1e-7)
 
 
+def test_noise_needs_no_float64_on_the_device(monkeypatch):
+    """MPS has none; the noise is computed on the CPU, except for CUDA."""
+    monkeypatch.setattr(sampling, "_on_cuda", None)
+    assert gumbel(0, 3, 7, "meta").device.type == "meta"
+
+
 @entry
 def _single(key, position, tokens, found):
     for i in range(len(tokens)):
