@@ -96,7 +96,8 @@ def make_head(model: Any, target: Target, weights: HeadWeights) -> Any:
     if target.runs_compiled:
         from .cpu.compiled_head import CompiledHead
 
-        return CompiledHead(weights, output(weights.shortlist.tolist()), embed)
+        embedding = model.compiled.blueprint.embedding if isinstance(model, OwnModel) else embed
+        return CompiledHead(weights, output(weights.shortlist.tolist()), embedding)
     from .head_network import TorchHead
 
     rows = model.get_output_embeddings().weight.detach()[weights.shortlist.tolist()]

@@ -1,12 +1,14 @@
 """A light head (``models.head_file``) on packed weights: a few rows through its block and its output rows.
 
 It runs between two passes, on the same threads, and reads 3 to 8 MB of weights for a model of 135M parameters, for
-any number of rows. A job has four stages, separated by barriers:
+any number of rows. A pass leaves the caches cold, so that a numpy call takes ten times as long as usual; therefore a
+single job does everything. It has five stages, separated by barriers:
 
     gate    every thread computes the inputs z = [norm(h); norm(e)], then its share of silu(gate z) * up z
     round   the sums are quantized to 8 bits, like every input of a packed product
     down    h' = h + down(...), then quantized
     output  the shortlist logits, and the largest of each group of 32
+    best    the best tokens of each row and their log-probabilities
 """
 
 from __future__ import annotations
@@ -21,21 +23,22 @@ import numpy as np
 from ...jit import MachineCode, compiled
 from ...models.head_file import QUANTIZE, HeadWeights
 from ...threads import thread_count
+from .attention import VECTOR, softmax
 from .execution_plan import LINEAR, LinearRecord, record
 from .formats import FORMATS, ROW_BLOCK, ArrayMemory, round_up
 from .forward_pass import DOWN, HEAD, OUTPUT, QKV, quantize_rows
 from .gemm import gemm_of
 from .norm_and_rope import REASSOCIATE
-from .operations import floats_at, record_at
-from .packed import BLOCK, GROUP, KIND_INDEX, KINDS, PANEL, pack_panels
+from .operations import call, floats_at, integers_at, record_at, words_at
+from .packed import BLOCK, GROUP, KIND_INDEX, KINDS, PANEL, PackedLinear, pack_panels
 from .packed_gemm import kernel_address, quantize
-from .thread_pool import STAGES, Worker, barrier, restart, thread_pool
-from .top import top_of_rows
+from .thread_pool import STAGES, Worker, barrier, restart, share, thread_pool
+from .top import scratch_words, search_row_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Maximum rows of a call.
-MAX_ROWS = ROW_BLOCK
+#: The most rows of a call, and the most tokens that it returns for each.
+MAX_ROWS, MAX_TOP = ROW_BLOCK, 64
 EPSILON = 1e-6
 FORMAT = FORMATS["packed", "float32"]
 PLAN = record(
@@ -47,8 +50,17 @@ PLAN = record(
     gate=LINEAR,
     down=LINEAR,
     output=LINEAR,
-    # Buffers: states h (rows, hidden), which become h'; embeddings; inputs of products, z for each thread.
+    # Its tokens, and the model's embedding as a table of panels and their decoders; 0 if the caller gives embeddings.
+    shortlist="i8",
+    size="i8",
+    embedding="i8",
+    # The call: rows, their tokens, and how many of the best tokens are returned for each, with log-probabilities.
     rows="i8",
+    tokens="i8",
+    top="i8",
+    top_ids="i8",
+    top_odds="i8",
+    # Buffers: states h (rows, hidden), which become h'; embeddings; inputs of products, z for each thread.
     x="i8",
     x_stride="i8",
     embedded="i8",
@@ -60,6 +72,8 @@ PLAN = record(
     gated_stride="i8",
     scratch="i8",
     scratch_each="i8",
+    best="i8",
+    best_each="i8",
     logits="i8",
     logits_stride="i8",
     peaks="i8",
@@ -85,6 +99,23 @@ def _norm(source: int, size: int, weights: int, out: int) -> None:
 
 
 plan_at = record_at(PLAN)
+_search_row = search_row_of(np.int32)
+
+
+@compiled
+def _best(p: Any, worker: Any) -> None:
+    """The best tokens of this thread's share of the rows, and their log-probabilities. Destroys the logits."""
+    begin, end = share(p.rows, worker.rank, worker.size)
+    ids, odds, shortlist = words_at(p.top_ids), floats_at(p.top_odds), words_at(p.shortlist)
+    for r in range(begin, end):
+        logits = p.logits + p.logits_stride * r
+        peaks = words_at(p.peaks + p.peaks_stride * r)
+        scratch = integers_at(p.best + p.best_each * worker.rank)
+        _search_row(words_at(logits), 0, p.size, peaks, 0, True, scratch, p.top, ids, odds, r * p.top)
+        log_share = np.log(softmax(logits, p.logits_stride // VECTOR))
+        for i in range(r * p.top, (r + 1) * p.top):
+            ids[i] = shortlist[ids[i]]
+            odds[i] += log_share
 
 
 def _job() -> Any:
@@ -96,12 +127,18 @@ def _job() -> Any:
         # Every thread normalizes all rows, which is faster than waiting for the others.
         z = p.z + p.z_each * rank
         blocks = 2 * p.hidden // BLOCK
+        tokens = integers_at(p.tokens)
         for r in range(p.rows):
             row = z + p.z_stride * r
             _norm(p.x + p.x_stride * r, p.hidden, p.hidden_norm, row)
-            _norm(p.embedded + p.embedded_stride * r, p.hidden, p.embedding_norm, row + 4 * p.hidden)
+            embedded = p.embedded + p.embedded_stride * r
+            if p.embedding != 0:
+                embedded = row + 4 * p.hidden
+                panel = integers_at(p.embedding + 16 * (tokens[r] // PANEL))
+                call(panel[1], panel[0], tokens[r] % PANEL, p.hidden, embedded)
+            _norm(embedded, p.hidden, p.embedding_norm, row + 4 * p.hidden)
             quantize(row, blocks, 0, blocks)
-        # The four stages. ``restart`` resets the counters of stages that no thread is in.
+        # The stages. ``restart`` resets the counters of stages that no thread is in.
         gate(p, p.gate, z, p.z_stride, p.rows, p.gated, p.gated_stride, worker, QKV)
         arrived = barrier(worker, arrived)
         restart(worker, OUTPUT, STAGES)
@@ -113,6 +150,8 @@ def _job() -> Any:
         quantize_rows(p.x, p.x_stride, p.rows, p.hidden // BLOCK, worker)
         arrived = barrier(worker, arrived)
         keep_logits(p, p.output, p.x, p.x_stride, p.rows, p.logits, p.logits_stride, worker, HEAD)
+        arrived = barrier(worker, arrived)
+        _best(p, worker)
         barrier(worker, arrived)
 
     return run
@@ -123,26 +162,20 @@ def _compiled() -> MachineCode:
     return MachineCode(_job(), 5, "head")
 
 
-def _log_mass(logits: Array) -> Array:
-    """For each row, the logarithm of the sum of exp(logit - largest logit)."""
-    mass: Array = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1))
-    return mass
-
-
 class CompiledHead:
     """A light head for models on a CPU. Several threads may call it.
 
     Args:
         weights: the head.
         output: the model's output rows of the shortlist, fp32 (S, hidden).
-        embed: (tokens) -> their embeddings, fp32 (n, hidden).
+        embedding: the model's embedding: packed, or a function (tokens) -> embeddings, fp32 (n, hidden).
     """
 
     def __init__(
         self,
         weights: HeadWeights,
         output: Array,
-        embed: Callable[[Sequence[int]], Array],
+        embedding: PackedLinear | Callable[[Sequence[int]], Array],
     ) -> None:
         self.shape = weights.shape
         self.hidden = weights.hidden
@@ -150,13 +183,19 @@ class CompiledHead:
         self.shortlist = weights.shortlist
         self.counts = weights.counts
         self.cost = 0.0
-        self._embed = embed
+        self._embed = None if isinstance(embedding, PackedLinear) else embedding
         self._lock = Lock()
         self._threads = 0
         self._kept = list[Any]()  # owners of the memory that the plan points to
         self._records = np.zeros(1, PLAN)
         self._fill(weights, output)
+        if isinstance(embedding, PackedLinear):
+            self._records["embedding"] = self._address(embedding.decoders)
+            self._kept.append(embedding)
         self._job = _compiled().address
+        # Views and an address, because looking them up in each call would take longer than the rest of it.
+        self._plan = self._address(self._records)
+        self._rows, self._top = self._records["rows"], self._records["top"]
 
     def _fill(self, weights: HeadWeights, output: Array) -> None:
         plan = self._records[0]
@@ -192,9 +231,18 @@ class CompiledHead:
             plan[name] = self._address(array)
             plan[f"{name}_stride"] = size
             self._buffers[name] = array
+        # The tokens of a call, and what it finds.
+        self._tokens = np.zeros(MAX_ROWS, np.int64)
+        self._ids = np.zeros(MAX_ROWS * MAX_TOP, np.int32)
+        self._odds = np.zeros(MAX_ROWS * MAX_TOP, np.float32)
+        plan["tokens"], plan["top_ids"] = self._address(self._tokens), self._address(self._ids)
+        plan["top_odds"] = self._address(self._odds)
+        plan["shortlist"] = self._address(np.ascontiguousarray(weights.shortlist, np.int32))
+        plan["size"] = len(output)
         plan["z_stride"] = FORMAT.row_bytes(2 * hidden)
         plan["z_each"] = MAX_ROWS * plan["z_stride"]
         plan["scratch_each"] = 4 * ROW_BLOCK * GROUP
+        plan["best_each"] = round_up(8 * scratch_words(len(output), MAX_TOP), 64)
 
     def _address(self, array: Array) -> int:
         """The address of an array, which is kept alive."""
@@ -236,33 +284,34 @@ class CompiledHead:
         Args:
             states: (n, hidden) fp32, at most ``MAX_ROWS`` rows.
             tokens: n token ids.
-            k: the number of tokens to return for each, at most the shortlist's size.
+            k: the number of tokens to return for each, at most ``MAX_TOP`` and the shortlist's size.
 
         Returns:
             the predicted states under the tokens, (n, hidden) fp32; the k best tokens, int32 (n, k); and their
             log-probabilities within the shortlist, fp32 (n, k).
         """
-        count = len(tokens)
-        hidden = self.hidden
-        buffers = self._buffers
+        count, k = len(tokens), min(k, MAX_TOP, len(self.shortlist))
+        states_of = self._buffers["x"][:count, : self.hidden]
         pool = thread_pool(thread_count())
-        embedded = self._embed(tokens)
         with self._lock:
-            plan = self._reserve(pool.size)
-            buffers["x"][:count, :hidden] = states
-            buffers["embedded"][:count] = embedded
-            plan["rows"] = count
-            pool.run(self._job, self._records.ctypes.data, self)
-            logits = buffers["logits"][:count, : len(self.shortlist)]
-            places, odds = top_of_rows(logits, min(k, len(self.shortlist)), buffers["peaks"][:count])
-            odds -= _log_mass(logits)[:, None]
-            return buffers["x"][:count, :hidden].copy(), self.shortlist[places], odds
+            if pool.size > self._threads:
+                self._reserve(pool.size)
+            states_of[:] = states
+            self._tokens[:count] = tokens
+            if self._embed is not None:
+                self._buffers["embedded"][:count] = self._embed(tokens)
+            self._rows[0], self._top[0] = count, k
+            pool.run(self._job, self._plan, self)
+            shape = count, k
+            found = (
+                self._ids[: count * k].reshape(shape).copy(),
+                self._odds[: count * k].reshape(shape).copy(),
+            )
+            return states_of.copy(), *found
 
-    def _reserve(self, threads: int) -> Any:
-        """The plan, with buffers for this many threads."""
-        plan = self._records[0]
-        if threads > self._threads:
-            self._threads = threads
-            for name in ("z", "scratch"):
-                plan[name] = self._address(np.zeros(threads * int(plan[f"{name}_each"]) + 64, np.uint8))
-        return plan
+    def _reserve(self, threads: int) -> None:
+        """Allocate the buffers of this many threads."""
+        self._threads = threads
+        for name in ("z", "scratch", "best"):
+            size = threads * int(self._records[f"{name}_each"][0]) + 64
+            self._records[name] = self._address(np.zeros(size, np.uint8))

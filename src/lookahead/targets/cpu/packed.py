@@ -148,12 +148,17 @@ class PackedLinear:
     def rows(self, outputs: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The weights of some outputs, decoded, fp32 (n, inner)."""
         decoded = np.empty((len(outputs), self.inner), np.float32)
-        if self._decoders is None:
-            self._decoders = self.with_code(decoder_address)
         numbers = np.asarray(outputs, np.int64)
-        addresses = self._decoders.ctypes.data, numbers.ctypes.data
+        addresses = self.decoders.ctypes.data, numbers.ctypes.data
         _decode_outputs(*addresses, len(numbers), self.inner, decoded.ctypes.data)
         return decoded
+
+    @property
+    def decoders(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """``panels`` with the address of each panel's decoder instead of its kind."""
+        if self._decoders is None:
+            self._decoders = self.with_code(decoder_address)
+        return self._decoders
 
     def with_code(self, address_of: Callable[[Kind], int]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """``panels`` with the address of compiled code instead of each panel's kind."""

@@ -192,7 +192,9 @@ class GuessSource:
         self.head = head
         self._k = READ_SAMPLED if sampled else READ
         self.used = self.calls = 0
-        self._states: Any = None
+        self._states = np.empty((GUESS_ROWS, head.hidden), np.float32)
+        self._memory: Memory | None = None
+        self._fields: tuple[Any, ...] = ()
 
     def begin(self) -> None:
         """Begin a new tree."""
@@ -204,22 +206,23 @@ class GuessSource:
         Args:
             hidden: the hidden state under which the root's token was emitted, (hidden,) fp32.
         """
-        nodes = memory.tree.nodes
-        node = int(memory.step["wanted"][0])
-        state = hidden if node == 0 else self._states[nodes["guess"][nodes["parent"][node]]]
-        states, ids, logs = self.head.guess(state[None], [int(nodes["token"][node])], self._k)
-        if self._states is None:
-            self._states = np.empty((GUESS_ROWS, states.shape[1]), np.float32)
+        if memory is not self._memory:  # looking up fields in each call would take as long as a tenth of it
+            self._memory = memory
+            nodes = memory.tree.nodes
+            self._fields = memory.step["wanted"], nodes["token"], nodes["parent"], nodes["guess"]
+        wanted, tokens, parents, guesses = self._fields
+        node = wanted.item(0)
+        state = hidden if node == 0 else self._states[guesses.item(parents.item(node))]
+        states, ids, logs = self.head.guess(state[None], (tokens.item(node),), self._k)
 
         # Store the result, and refer to it from the row.
         row = self.used
         columns = ids.shape[1]
-        guesses = memory.guesses
-        self._states[row] = states[0]
-        guesses.ids[row] = -1
-        guesses.ids[row, :columns] = ids[0]
-        guesses.logs[row, :columns] = logs[0]
-        nodes["guess"][node] = row
+        self._states[row] = states
+        memory.guesses.ids[row, columns:] = -1
+        memory.guesses.ids[row, :columns] = ids
+        memory.guesses.logs[row, :columns] = logs
+        guesses[node] = row
         self.used += 1
         self.calls += 1
 
