@@ -268,7 +268,7 @@ def test_decoded_rows_are_those_of_the_model(models):
 class Oracle:
     """A head that is given the text: for each row, it guesses the next token and wrong ones."""
 
-    levels, cost = 3, 0.0
+    hidden, levels, cost = 4, 3, 0.0
 
     def __init__(self, target, text, right=0):
         self.counts, self.text, self.right, self.calls = weights().counts, text, right, []
