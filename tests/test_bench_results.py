@@ -92,6 +92,9 @@ def test_step_costs_are_a_table_and_a_plot(path, tmp_path, monkeypatch):
     assert all(r["step_ms"] > 0 and r["path"] == model.target.path for r in records)
     page = step_cost.write_report([r | {"step_ms": 2.0 * r["rows"]} for r in records], tmp_path, "command")
     assert "| float32 | 32 | 8 | 16.00 | 8.00 |" in page
+    half = records[0] | {"dtype": "bfloat16", "path": "half"}
+    first = step_cost.write_report([*records, half], tmp_path, "command").splitlines()[0]
+    assert first.endswith(f"in float32 on the {model.target.path} path and bfloat16 on the half path")
     assert {path.name for path in tmp_path.iterdir()} == {
         "step-cost.jsonl",
         "step-cost.md",
@@ -104,6 +107,21 @@ def test_contexts_with_too_few_positions_for_the_timed_steps_are_skipped():
     model = ModelUnderTest.of(LLM(tiny_model()))  # 256 positions
     records = step_cost.measure(model, (16, 240), (1, 8), lambda *told: None)
     assert [(r["context"], r["rows"]) for r in records] == [(16, 1), (16, 8)]
+
+
+def test_step_costs_of_a_dtype_survive_an_interrupt_in_the_next(tmp_path, monkeypatch):
+    from lookahead import bench
+
+    def load(*args, dtype, **keywords):
+        if dtype == "bfloat16":
+            raise KeyboardInterrupt
+        return ModelUnderTest.of(LLM(tiny_model()))
+
+    monkeypatch.setattr(bench, "load_model", load)
+    monkeypatch.setattr(plotting, "can_draw", lambda: False)
+    options = ("--contexts", "16", "--rows", "1,4", "--dtype", "float32,bf16", "--out", tmp_path)
+    assert invoke("step-cost", *options).exit_code == 130
+    assert "| float32 | 16 | 4 |" in (tmp_path / "step-cost.md").read_text()
 
 
 def test_step_costs_of_a_model_without_drafts_are_those_of_one_row():
@@ -142,6 +160,7 @@ def test_the_first_word_is_a_model_or_a_command(tmp_path):
         (["--workload", "nothing"], "a workload must be stdlib or the path of a JSON-lines file"),
         (["--method", "nothing", "--limit", "1"], "got 'nothing'"),
         (["step-cost", "--rows", "a"], "--rows must be whole numbers"),
+        (["step-cost", "--dtype", "float32,flaot16"], "dtype must be auto or one of"),
     ],
 )
 def test_bad_words(words, message, monkeypatch):

@@ -723,7 +723,7 @@ def test_results_that_cannot_be_written_are_said_before_the_work(model, tmp_path
     monkeypatch.setattr(sys.modules["lookahead.cli.bench"], "_load", None)
     (tmp_path / "file").write_text("")
     for words in (("bench",), ("bench", "step-cost")):
-        refused("--out, .*file, must be a writable folder", *words, model, "--out", tmp_path / "file")
+        refused("--out .*file must be a writable folder", *words, model, "--out", tmp_path / "file")
 
 
 def test_tune_needs_steps_and_a_model_that_drafts(monkeypatch):

@@ -144,7 +144,7 @@ def load_with(chosen: LoadOptions) -> LLM:
     if chosen.engine is not None:
         _check_engine(chosen)
     connections, device = _start_ranks(chosen)
-    dtype = _dtype(chosen.dtype)
+    dtype = dtype_name(chosen.dtype)
     if chosen.threads is not None:
         import torch
 
@@ -316,8 +316,12 @@ def dismiss_ranks(chosen: LoadOptions) -> None:
     dismiss(connections)
 
 
-def _dtype(dtype: str | torch.dtype) -> str:
-    """The name of a torch.dtype, or "auto"."""
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """The name of a torch.dtype, or "auto".
+
+    Raises:
+        SettingsError: it is neither.
+    """
     name = str(dtype).removeprefix("torch.")
     name = DTYPES.get(name, name)
     if name not in ("auto", *DTYPES.values()):

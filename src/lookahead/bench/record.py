@@ -170,14 +170,16 @@ def describe_machine(host: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, [name, " ".join(host["instructions"])]))
 
 
-def describe(record: Mapping[str, Any]) -> str:
-    """One line about where and with which versions a record was made."""
+def describe(record: Mapping[str, Any], *others: Mapping[str, Any]) -> str:
+    """One line about where and with which versions a record was made. ``others`` differ only in dtype and path."""
     threads = record["threads"]
-    path = f" on the {record['path']} path" if record.get("path") else ""
+    forms = (
+        one["dtype"] + (f" on the {one['path']} path" if one.get("path") else "") for one in (record, *others)
+    )
     parts = [
         describe_machine(record["machine"]),
         f"{threads} thread{'s' if threads > 1 else ''}",
         *(f"{name} {record[name]}" for name in ("torch", "transformers", "commit")),
-        f"{record['model']} in {record['dtype']}{path}",
+        f"{record['model']} in {' and '.join(dict.fromkeys(forms))}",
     ]
     return ", ".join(parts)

@@ -84,7 +84,7 @@ def write_report(records: Sequence[Record], out: Path, command: str, draw: bool 
         for x in xs
     ]
     # The plot, with a line for each dtype and context.
-    where = describe(records[0])
+    where = describe(*records)
     if draw:
         plot, axes = new_figure()
         for index, ((dtype, context), points) in enumerate(lines.items()):

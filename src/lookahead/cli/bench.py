@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,7 +96,7 @@ def check_out(out: Path) -> bool:
     """
     from ..bench import plots
 
-    check_writable(out, f"--out, {out},", "give another folder")
+    check_writable(out, f"--out {out}", "give another folder")
     drawable = plots.can_draw()
     if not drawable:
         note(NO_PLOTS)
@@ -188,16 +187,15 @@ def step_cost(
     """Measure t(k), the time of a step of k rows."""
     from ..bench import step_cost as cost
     from ..checkpoints import Checkpoint
+    from ..loading import dtype_name
 
     # Check the options before a model is loaded.
     draw = check_out(out)
     sizes = (numbers(contexts, "--contexts"), numbers(rows, "--rows"))
-    records = []
-    names = [name.strip() for name in dtype.split(",")]
-    for name in names:
-        replace(load, dtype=name)  # rejects an invalid name before anything is measured
+    names = [dtype_name(name.strip()) for name in dtype.split(",")]
     gguf = Checkpoint(load).gguf if set(names) != {"auto"} else None
-    # Load and measure the model once per dtype.
+    # Load and measure the model once per dtype. The report is written after each, to survive an interrupt.
+    records = []
     with progress() as show:
         for name in names:
             if name != "auto" and gguf is not None and gguf.is_quantized:
@@ -205,8 +203,10 @@ def step_cost(
                     f"--dtype {name} measures decoded weights; omit --dtype to measure the packed ones on a CPU"
                 )
             records += cost.measure(_load(load, path, dtype=name), *sizes, show)
+            if records:
+                page = cost.write_report(records, out, command_line(), draw)
     if not records:
         raise SettingsError(
             "no context and number of rows fit this model; give smaller --contexts and --rows"
         )
-    typer.echo(cost.write_report(records, out, command_line(), draw))
+    typer.echo(page)
