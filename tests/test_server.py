@@ -602,6 +602,23 @@ def test_two_limits_of_a_chat_must_agree(served):
     assert error["param"] == "max_tokens"
 
 
+def test_a_model_that_cannot_be_loaded_is_logged_and_said(caplog):
+    def load():
+        raise SettingsError("no weights here")
+
+    served = Served(load)
+    with pytest.raises(SettingsError, match="no weights here"):
+        served.start()
+    try:
+        assert "no weights here" in caplog.text
+        for path in ("/health", "/v1/models"):
+            reply = httpx.get(f"{served.url}{path}")
+            assert (reply.status_code, "retry-after" in reply.headers) == (503, False)
+            assert reply.json()["error"]["message"].startswith("the model could not be loaded; see its log")
+    finally:
+        served.stop()
+
+
 def test_completions_that_never_fit_are_refused(llm):
     with serving(llm, max_concurrent=2, max_queue=1) as served:
         assert len(post(served, n=3, temperature=1, max_tokens=2)["choices"]) == 3
@@ -751,14 +768,17 @@ def test_the_row_budget_comes_from_the_cost_curve_if_none_is_set(llm):
         assert served.server.loop.engine.row_budget == 7
 
 
-def test_a_full_queue_says_when_to_come_back(llm):
-    with serving(llm, max_concurrent=1, max_queue=1) as served:
+def test_a_full_queue_says_when_to_come_back(llm, monkeypatch):
+    """The target may have fewer slots than --max-concurrent; nothing is encoded for a queue that is full."""
+    with serving(llm, max_concurrent=9, max_queue=1) as served:
+        served.server.loop.engine.target.max_sequences = 1
         gate = threading.Event()
         step = served.server.loop.engine.step
         served.server.loop.engine.step = lambda: (gate.wait(20), step())[1]
         with ThreadPoolExecutor(2) as pool:
             futures = [pool.submit(post, served, max_tokens=4) for _ in range(2)]
             served.wait(lambda: sum(served.server.loop.load_state) == 2)
+            monkeypatch.setattr(served.server.ready, "encode", None)
             reply = httpx.post(f"{served.url}/v1/completions", json={"prompt": "x"})
             gate.set()
             assert all(future.result()["choices"] for future in futures)

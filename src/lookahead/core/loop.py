@@ -170,6 +170,13 @@ class Engine:
         return len(self._prefilling) + len(self._decoding)
 
     @property
+    def most_running(self) -> int:
+        """The largest number of running sequences: ``max_sequences``, or fewer if the target has fewer slots."""
+        return min(
+            self.max_sequences, UNLIMITED_SEQUENCES if self.target is None else self.target.max_sequences
+        )
+
+    @property
     def waiting(self) -> int:
         """The number of waiting sequences."""
         return len(self._queue)
@@ -265,7 +272,7 @@ class Engine:
 
     def _admit(self) -> abc.Iterator[Update]:
         """Let waiting sequences join while there is room. Yields an update for each one that cannot."""
-        while self._queue and self.running < self._most_sequences():
+        while self._queue and self.running < self.most_running:
             sequence = self._queue.popleft()
             with _ended_by_errors(sequence, "starting the request"):
                 if self.target is None:
@@ -276,10 +283,6 @@ class Engine:
                 self._prefilling.append(sequence)
             if sequence.finish_reason is not None:
                 yield self._update(sequence)
-
-    def _most_sequences(self) -> int:
-        allowed = UNLIMITED_SEQUENCES if self.target is None else self.target.max_sequences
-        return min(self.max_sequences, allowed)
 
     def _update(
         self, sequence: Sequence, path: list[int] | None = None, tree: TokenTree | None = None

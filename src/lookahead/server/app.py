@@ -102,6 +102,7 @@ async def _answer(
         raise SettingsError("stream_options: needs stream")
     if body.lookahead is not None and body.lookahead.trace and not body.stream:
         raise SettingsError("lookahead.trace: needs stream, because the trees are sent in chunks")
+    server.loop.check_room()  # before the prompts are encoded; ``submit`` counts the requests
     queue: asyncio.Queue[Update] = asyncio.Queue()
     here = asyncio.get_running_loop()
 
@@ -252,9 +253,9 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
     # Monitoring; the gate requires no key for these paths.
     @app.get("/health")
     async def health() -> Response:
-        if server.loop.ready:
-            return Response(status_code=200)
-        return error_response("the model is not ready", 503, "not_ready", retry_after=5)
+        if (refusal := server.loop.refusal) is not None:
+            raise refusal
+        return Response(status_code=200)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -294,7 +295,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
     # Middleware, added last because it needs the routes.
     routes = {str(getattr(route, "path", "")) for route in app.routes}
     app.add_middleware(
-        Gate, settings=settings, metrics=server.metrics, ready=lambda: server.loop.ready, routes=routes
+        Gate, settings=settings, metrics=server.metrics, refusal=lambda: server.loop.refusal, routes=routes
     )
     if settings.cors_origins:
         app.add_middleware(

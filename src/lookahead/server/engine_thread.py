@@ -52,7 +52,18 @@ class EngineThread:
     @property
     def ready(self) -> bool:
         """Whether requests are accepted."""
-        return self.engine is not None and self._stop_at is None and self.error is None
+        return self.refusal is None
+
+    @property
+    def refusal(self) -> Refused | None:
+        """Why requests are not accepted; None if they are."""
+        if self.error is not None:
+            what = "the model could not be loaded" if self.engine is None else "the server failed"
+            return Refused(f"{what}; see its log, and restart it", 503, "not_ready")
+        if self.engine is None or self._stop_at is not None:
+            what = "the model is not ready" if self._stop_at is None else "the server is shutting down"
+            return Refused(f"{what}; try again later", 503, "not_ready", 5)
+        return None
 
     @property
     def load_state(self) -> tuple[int, int]:
@@ -71,28 +82,36 @@ class EngineThread:
             deliver: receives every update, on the thread; it must not block.
 
         Raises:
-            Refused: the queue is full, or the server is not ready or is shutting down.
+            Refused: see ``check_room``.
         """
         with self._wake:
-            engine = self.engine
-            if engine is None or not self.ready:
-                raise Refused(
-                    "the server is not ready, or is shutting down; try again later", 503, "not_ready", 5
-                )
-            running, waiting = self.load_state
-            settings = self._settings
-            if waiting + len(requests) > settings.max_concurrent - running + settings.max_queue:
-                raise Refused(
-                    f"the queue is full ({running} running, {waiting} waiting); try again later",
-                    429,
-                    "queue_full",
-                    1 + waiting // settings.max_concurrent,
-                )
+            engine = self.check_room(len(requests))
             for request in requests:
                 request.tag = deliver
             sequences = [engine.add(request) for request in requests]
             self._wake.notify()
             return sequences
+
+    def check_room(self, count: int = 1) -> Engine:
+        """The engine, if it can take this many requests now.
+
+        Raises:
+            Refused: the queue is full, or the server is not ready or is shutting down.
+        """
+        if (refusal := self.refusal) is not None:
+            raise refusal
+        engine = self.engine
+        assert engine is not None
+        running, waiting = self.load_state
+        most = engine.most_running
+        if waiting + count > most - running + self._settings.max_queue:
+            raise Refused(
+                f"the queue is full ({running} running, {waiting} waiting); try again later",
+                429,
+                "queue_full",
+                1 + waiting // most,
+            )
+        return engine
 
     def cancel(self, sequences: abc.Iterable[Sequence]) -> None:
         """End sequences whose client has disconnected. Their slots are free in the next step."""

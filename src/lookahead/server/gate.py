@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .api_errors import error_response
+from .api_errors import Refused, error_response
 from .metrics import Metrics
 from .settings import Settings
 
@@ -31,17 +31,22 @@ class Gate:
         app: the application behind it.
         settings: the server's settings.
         metrics: counts the responses.
-        ready: whether the model is loaded.
+        refusal: why requests are not accepted, or None; see ``EngineThread.refusal``.
         routes: paths with separate counters.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: Settings, metrics: Metrics, ready: Callable[[], bool], routes: set[str]
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        metrics: Metrics,
+        refusal: Callable[[], Refused | None],
+        routes: set[str],
     ) -> None:
         self._app = app
         self._settings = settings
         self._metrics = metrics
-        self._ready = ready
+        self._not_ready = refusal
         self._routes = routes
         key = settings.api_key
         self._key = b"Bearer " + key.encode() if key is not None else None
@@ -109,8 +114,8 @@ class Gate:
             return error_response(
                 f"a request body may have at most {self._settings.max_body_bytes} bytes", 413, "too_large"
             )
-        if not self._ready():
-            return error_response("the model is not ready", 503, "not_ready", retry_after=5)
+        if (error := self._not_ready()) is not None:
+            return error_response(str(error), error.status, error.code, retry_after=error.retry_after)
         return None
 
 

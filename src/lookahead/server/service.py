@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
@@ -13,6 +14,8 @@ from .engine_thread import EngineThread
 from .metrics import Metrics
 from .prepare import Preparer
 from .settings import Settings
+
+log = logging.getLogger("lookahead.server")
 
 
 class Server:
@@ -26,7 +29,7 @@ class Server:
         loop: the thread that decodes.
         preparer: turns HTTP requests into engine requests; None until the model is ready.
         name: the model's name in the API.
-        failed: called when the model cannot be loaded or the loop fails.
+        failed: called when the model cannot be loaded or the loop fails; by default, the former is logged.
         say: receives a line when the model is ready.
         address: the server's address, for that line.
     """
@@ -37,11 +40,11 @@ class Server:
         self._load = load if load is not None else lambda: load_with(settings.loading())
         self.preparer: Preparer | None = None
         self.name = settings.served_model_name or ""
-        self.failed: Callable[[], None] = lambda: None
+        self.failed: Callable[[], None] = self._log_failure
         self.say: Callable[[str], None] = lambda line: None
         self.address = ""
         self.loop = EngineThread(
-            self._prepare, settings, self.metrics, lambda: self.failed(), lambda: self._say_ready()
+            self._prepare, settings, self.metrics, lambda: self.failed(), self._say_ready
         )
         self._created = monotonic()
 
@@ -52,6 +55,10 @@ class Server:
         preparer.warm_up()
         self.preparer = preparer
         return llm
+
+    def _log_failure(self) -> None:
+        if self.loop.engine is None:  # later errors are logged where they end the requests
+            log.error("the model could not be loaded", exc_info=self.loop.error)
 
     def _say_ready(self) -> None:
         seconds = monotonic() - self._created
