@@ -11,6 +11,7 @@ from time import sleep
 import httpx
 import pytest
 
+from lookahead.core import SettingsError
 from lookahead.server import service
 from lookahead.server.app import serve
 from lookahead.server.settings import Settings
@@ -98,12 +99,25 @@ def test_a_signal_ends_a_server_that_still_loads(number):
         process.join()
 
 
+def test_an_address_of_ipv6_is_shown_as_in_a_url(monkeypatch):
+    def load(options):
+        raise SettingsError("not loaded")
+
+    monkeypatch.setattr(service, "load_with", load)
+    said = []
+    with pytest.raises(SettingsError, match="not loaded"):
+        serve(Settings(host="::1", port=0), said.append)
+    assert re.search(r" for http://\[::1\]:\d+ ", said[0])
+
+
 @pytest.mark.parametrize(
     ("options", "shown"),
     [
         (["/nowhere/at/all"], "nowhere"),
         (["--drafter", "magic"], "magic"),
         (["--host", "300.1.1.1"], "--host"),
+        (["--host", "ä..b"], "host must be an address or a host name"),
+        (["--host", ""], "host must be an address or a host name"),
         (["--max-queue", "many"], "--max-queue"),
         (["--config", "/nowhere.yaml"], "--config"),
     ],

@@ -328,12 +328,14 @@ def serve(settings: Settings, say: Callable[[str], None] = lambda line: None) ->
         SettingsError: the address is not free, or the model cannot be loaded.
     """
     log_to_stderr()
+    six = ":" in settings.host
+    host = f"[{settings.host}]" if six else settings.host  # as in a URL
     try:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        family = socket.AF_INET6 if six else socket.AF_INET
         listening = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except OSError as error:
         raise SettingsError(
-            f"--host and --port must be a free address, got {settings.host}:{settings.port} ({error})"
+            f"--host and --port must be a free address, got {host}:{settings.port} ({error})"
         ) from None
     app = create_app(settings)
     server: Server = app.state.server
@@ -351,7 +353,7 @@ def serve(settings: Settings, say: Callable[[str], None] = lambda line: None) ->
     server.failed = lambda: setattr(http, "should_exit", True)
     server.say = say
     model = settings.model or "the default model"
-    address = f"http://{settings.host}:{listening.getsockname()[1]}"
+    address = f"http://{host}:{listening.getsockname()[1]}"
     server.address = address
     say(f"loading and compiling {model} for {address} (Ctrl-C ends the server)")
     http.run(sockets=[listening])

@@ -22,10 +22,23 @@ def _seconds(value: Any) -> bool:
 
 POSITIVE_SECONDS = ("a number above 0", lambda given: _seconds(given) and given > 0)
 SECONDS = ("a number of at least 0", _seconds)
-KEY = (
-    "at least 1 character, without spaces at its ends; leave it out for none",
-    lambda given: given.strip() == given != "",
-)
+
+
+def _trimmed(given: str) -> bool:
+    return given.strip() == given != ""
+
+
+def _host(given: str) -> bool:
+    """Not a name such as a..b, for which sockets raise UnicodeError, and not empty, as an unset variable would be: the
+    server would listen on all addresses."""
+    try:
+        return _trimmed(given) and bool(given.encode("idna"))
+    except UnicodeError:
+        return False
+
+
+KEY = ("at least 1 character, without spaces at its ends; leave it out for none", _trimmed)
+HOST = ("an address or a host name; 0.0.0.0 is all addresses", _host)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +54,7 @@ class Settings(MachineOptions, DrafterOptions):
         keyword=False,
         common=True,
     )
-    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", common=True)
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", HOST, common=True)
     port: int = option(8000, "Port to listen on; 0 for a free one.", at_least(0, 65535), common=True)
     api_key: str | None = option(
         None, "API key required in every request; by default none.", KEY, secret=True, common=True
@@ -65,8 +78,8 @@ class Settings(MachineOptions, DrafterOptions):
     )
     max_rows: int = option(
         256,
-        "Maximum rows of a step that a request may set by W,N,G. The drafter adaptive:max_rows=8 limits those of "
-        "adaptive.",
+        "Maximum rows of a step that a request may set by W,N,G. To limit the rows of adaptive, use a drafter such as "
+        "adaptive:max_rows=8.",
         at_least(1, 4096),
     )
     row_budget: int | None = option(
