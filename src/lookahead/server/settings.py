@@ -29,8 +29,8 @@ def _trimmed(given: str) -> bool:
 
 
 def _host(given: str) -> bool:
-    """Not a name such as a..b, for which sockets raise UnicodeError, and not empty, as an unset variable would be: the
-    server would listen on all addresses."""
+    """Whether it is not empty, as an unset variable is (the server would listen on all addresses), and not a name
+    such as a..b, which cannot be encoded."""
     try:
         return _trimmed(given) and bool(given.encode("idna"))
     except UnicodeError:
@@ -78,8 +78,8 @@ class Settings(MachineOptions, DrafterOptions):
     )
     max_rows: int = option(
         256,
-        "Maximum rows of a step that a request may set by W,N,G. To limit the rows of adaptive, use a drafter such as "
-        "adaptive:max_rows=8.",
+        "Maximum rows of a step that a request may set by W,N,G. To limit the rows of adaptive, use a drafter such "
+        "as adaptive:max_rows=8.",
         at_least(1, 4096),
     )
     row_budget: int | None = option(
