@@ -6,6 +6,7 @@ logits, out of memory) print such a line and exit with status 1; Ctrl-C exits wi
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -129,4 +130,9 @@ app.add_typer(
 
 def main() -> None:
     """Entry point of the ``lookahead`` command and of ``python -m lookahead``."""
+    # Characters that the encoding lacks are escaped, so that a completion is not cut short. The encoding is kept,
+    # because a terminal that expects Latin-1 would show UTF-8 wrongly. Records of JSON are always UTF-8.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     app(prog_name="lookahead")

@@ -15,7 +15,7 @@ from ..engine.prompts import chat_prompt, has_chat_template
 from ..options import DraftOptions, LoadOptions, Options
 from .adapter import with_options
 from .console import note, problem, summary
-from .shared import load_model, warm_state
+from .shared import check_stdin, load_model, warm_state
 
 if TYPE_CHECKING:
     from ..core import Result
@@ -80,6 +80,7 @@ def chat(
     load: LoadOptions,
 ) -> None:
     """Chat with a model; answers stream as tokens are accepted."""
+    check_stdin()
     llm = load_model(load, draft.resolve())
     with warm_state(llm, draft.warm) as kept:
         if not kept and isinstance(llm.drafter, Adaptive):  # all answers of a conversation share one state
@@ -121,14 +122,15 @@ def _answer(conversation: Conversation, line: str, options: dict[str, Any]) -> N
     try:
         for piece in conversation.say(line, **options):
             answered = True
-            typer.echo(piece, nl=False)
+            typer.echo(piece, nl=False, color=True)  # else it would lose its own colour codes
             sys.stdout.flush()
         typer.echo()
         if not answered:
             note("the answer is empty: its first token was an end token")
     except KeyboardInterrupt:  # ends only the answer
         typer.echo()
-        note("interrupted; the partial answer stays in the conversation", "yellow")
+        kept = "partial answer stays in the conversation" if answered else "message is not answered"
+        note(f"interrupted; the {kept}", "yellow")
     except LookaheadError as error:
         if answered:
             typer.echo()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -20,6 +19,7 @@ from .. import __version__
 from ..core import SettingsError
 from ..engine.prompts import has_chat_template
 from ..options import DRAFTERS, LoadOptions
+from ..records import as_line
 from .adapter import with_options
 from .shared import Json, load_model
 
@@ -53,7 +53,7 @@ def doctor(*, as_json: Json = False, load: LoadOptions) -> None:
         "seconds_of_a_start": seconds,
     }
     if as_json:
-        typer.echo(json.dumps(report, ensure_ascii=False))
+        typer.echo(as_line(report), nl=False)
         return
     console = Console(highlight=False)
     for title, section in report.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -67,12 +68,20 @@ def dismiss(load: LoadOptions) -> None:
         dismiss_ranks(load)
 
 
+def check_stdin() -> None:
+    """Raise SettingsError if stdin is closed."""
+    if sys.stdin is None:
+        raise SettingsError("stdin must be open, but it is closed; redirect it from a file or from /dev/null")
+
+
 def read_bytes(path: Path, option: str) -> bytes:
     """The contents of a file; "-" is stdin.
 
     Raises:
         SettingsError: the file cannot be read.
     """
+    if str(path) == "-":
+        check_stdin()
     try:
         return typer.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ from .. import Adaptive, Plain
 from ..core import SettingsError
 from ..option import flag_of
 from ..options import DraftOptions, LoadOptions, Options
+from ..records import as_line
 from .adapter import with_options
 from .console import diverged, note
 from .shared import Json, load_model
@@ -95,7 +95,7 @@ def verify(
         "prompts": runs,
     }
     if as_json:
-        typer.echo(json.dumps(report, ensure_ascii=False))
+        typer.echo(as_line(report), nl=False)
     else:
         _show(prompts, report)
         if not llm.probe.drafts:
