@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import io
 import json
 import os
 import re
@@ -146,6 +147,48 @@ def test_generate_prints_one_json_object(model, llm):
     assert record["compare"]["plain_steps"] == record["new_tokens"] - 1
     assert record["stats"]["path"] == llm.target().path
     assert set(record["stats"]["seconds"]) >= {"prefill", "draft", "forward", "verify", "commit"}
+
+
+def test_colour_codes_of_a_completion_are_kept(capsys):
+    from lookahead.cli.generate import print_text
+
+    result = SimpleNamespace(checked=lambda: None)
+    print_text([SimpleNamespace(piece="\x1b[31mred\x1b[0m", result=result)], color=False)
+    assert capsys.readouterr().out == "\x1b[31mred\x1b[0m\n"
+
+
+def test_what_an_encoding_lacks_is_escaped_and_a_record_is_utf8(llm, monkeypatch):
+    """An encoding error would cut a completion short."""
+    from lookahead.cli import main
+
+    monkeypatch.setattr(sys.modules["lookahead.cli.generate"], "load_model", lambda *_: llm)
+
+    def printed(*words):
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "latin-1"))
+            patched.setattr(sys, "argv", ["lookahead", "generate", "tiny", "--max-new-tokens", "2", *words])
+            with pytest.raises(SystemExit):
+                main()
+            return sys.stdout.buffer.getvalue()
+
+    def update(text):
+        result = SimpleNamespace(checked=lambda: result, text=text)
+        return SimpleNamespace(piece=text, result=result)
+
+    record = json.loads(printed("--prompt", "東京", "--json").decode("utf-8"))
+    assert record["prompt"] == "東京"
+    monkeypatch.setattr(lookahead.LLM, "run", lambda *_, **__: [update("é東")])
+    monkeypatch.setattr(sys.modules["lookahead.cli.generate"], "summary", lambda *_: "")
+    assert printed("--prompt", "x") == b"\xe9\\u6771\n"
+
+
+def test_a_closed_stdin_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    for words in (["chat"], ["generate", "tiny", "--prompt-file", "-"], ["generate", "tiny", "--input", "-"]):
+        with pytest.raises(SystemExit) as ended:
+            app(words)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert (ended.value.code, line[:33]) == (2, "error: stdin must be open, but it")
 
 
 def test_prompt_from_a_file_and_from_stdin(model, llm, tmp_path):
@@ -307,6 +350,9 @@ def test_bad_lines_get_an_error_line_and_the_run_goes_on(model, tmp_path):
     assert [r["id"] for r in records if "error" not in r] == [1, 12]
     assert all(r["line"] == i for i, r in enumerate(records, 1) if "error" in r)
     assert "12 prompts, 10 with an error" in err
+    messages = {record["line"]: record.get("error", "") for record in records}
+    assert messages[6] == 'line 6: "input_ids" must be a list, got a string'
+    assert messages[8] == "line 8 must be a JSON object, got a list"
 
 
 def test_several_at_once_give_the_same(model, tmp_path):
@@ -358,6 +404,7 @@ def test_resume_refuses_other_settings_by_name(model, tmp_path):
         *base,
         *other,
     )
+    refused("--device was not given and is cpu, --max-new", *base, *other, "--device", "cpu")
     assert out.read_text() == first
     assert call(*base, *other, "--mix-settings")[0] == 0
     assert lines(out)[0]["new_tokens"] == 5
@@ -443,6 +490,15 @@ def test_batch_to_stdout_with_compare(model, tmp_path):
         (r["id"], True, r["new_tokens"] - 1) for r in records
     ]
     assert "2 of 2 equal to plain decoding" in err
+
+
+def test_a_file_with_texts_that_differ_is_reported_in_red(model, tmp_path, accept_a_wrong_node, monkeypatch):
+    notes = []
+    monkeypatch.setattr(sys.modules["lookahead.cli.generate"], "note", lambda *given: notes.append(given))
+    source = prompts(tmp_path / "in.jsonl", {"id": 1, "prompt": PROMPT})
+    words = ("--ignore-eos", "--compare", "--drafter", "5,4,7")
+    assert call("generate", model, "--input", source, *words)[0] == 1
+    assert ("0 of 1 equal to plain decoding", "red") in notes
 
 
 def test_an_input_without_prompts(model, tmp_path):
@@ -702,6 +758,22 @@ def test_chat_keeps_the_conversation(model, llm):
     assert (code, out) == (0, f"{one}\n{two}\n{one}\n")
     assert "8 tokens, 7 of them in " in err
     assert "unknown command '/nonsense'" in err
+
+
+@pytest.mark.parametrize(
+    ("pieces", "said"),
+    [([], "the message is not answered"), (["a"], "the partial answer stays in the conversation")],
+)
+def test_an_interrupted_answer_of_chat_stays_if_it_has_begun(pieces, said, capsys):
+    from lookahead.cli.chat import _answer
+
+    class Interrupted:
+        def say(self, line):
+            yield from pieces
+            raise KeyboardInterrupt
+
+    _answer(Interrupted(), "hello", {})
+    assert capsys.readouterr().err == f"interrupted; {said}\n"
 
 
 def test_chat_without_a_template_continues_the_text(llm, toy_plain):

@@ -99,7 +99,8 @@ def print_text(updates: Updates, color: bool, file: IO[str] | None = None) -> Re
         result = update.result
         if update.piece:
             start, end = (COLORS[number % len(COLORS)], RESET) if color else ("", "")
-            typer.echo(f"{start}{update.piece}{end}", file, nl=False, color=color)
+            # With color=False, typer would remove colour codes that belong to the completion.
+            typer.echo(f"{start}{update.piece}{end}", file, nl=False, color=True)
     typer.echo(file=file)
     assert result is not None
     return result.checked()
@@ -141,7 +142,7 @@ def _one(llm: LLM, text: str, task: Task, options: dict[str, Any]) -> int:
         record = {"prompt": text} | as_record(result) | {"stats": result.stats.as_dict()}
         if comparison is not None:
             record["compare"] = comparison.as_dict()
-        typer.echo(json.dumps(record, ensure_ascii=False))
+        typer.echo(as_line(record), nl=False)
     else:
         note(summary(llm, result))
         if comparison is not None:
@@ -158,12 +159,16 @@ def _one(llm: LLM, text: str, task: Task, options: dict[str, Any]) -> int:
 
 #: Keys of a prompt in a line of the input, and the types of their values.
 KINDS = {"prompt": str, "input_ids": list, "messages": list}
+#: The types of JSON values in messages.
+TYPES = {
+    **{str: "a string", list: "a list", dict: "an object", type(None): "null"},
+    **{bool: "true or false", int: "a number", float: "a number"},
+}
 
 
-#: Options that do not affect results, except that another device or number of threads may round differently.
+#: Options that do not affect results, except that another number of threads may round differently. A GGUF file is
+#: decoded with other weights on a GPU than on a CPU, so the device is not one of them.
 WITHOUT_EFFECT = (
-    "--device",
-    "--device-map",
     "--threads",
     "--prefix-cache",
     "--local-files-only",
@@ -220,7 +225,7 @@ def _job(number: int, line: bytes, chat: bool) -> Job:
     except (ValueError, RecursionError) as error:
         return Job(number, None, None, f"line {number} must be JSON in UTF-8, and is not: {error}")
     if not isinstance(value, dict):
-        return Job(number, None, None, f"line {number} must be a JSON object, got {type(value).__name__}")
+        return Job(number, None, None, f"line {number} must be a JSON object, got {TYPES[type(value)]}")
     name = value.get("id", number)
     given = [key for key in KINDS if key in value]
     if len(given) != 1:
@@ -228,7 +233,7 @@ def _job(number: int, line: bytes, chat: bool) -> Job:
         wanted = " or ".join(f'"{key}"' for key in KINDS)
         return Job(number, name, None, f"line {number} must have {wanted}, got {got}")
     prompt, kind = value[given[0]], KINDS[given[0]]
-    wrong = f'line {number}: "{given[0]}" must be a {kind.__name__}, got {type(prompt).__name__}'
+    wrong = f'line {number}: "{given[0]}" must be {TYPES[kind]}, got {TYPES[type(prompt)]}'
     if not isinstance(prompt, kind):
         return Job(number, name, prompt, wrong)
     if chat and kind is str and prompt:  # an empty prompt is refused later
@@ -419,7 +424,8 @@ def run_batch(
                 where = f" in {output}; the same command with --resume continues"
             raise Interrupted(f"interrupted: {done} of {len(jobs)} prompts have results{where}") from None
         if equal:
-            note(f"{sum(equal)} of {len(equal)} equal to plain decoding", "green")
+            colour = "green" if all(equal) else "red"
+            note(f"{sum(equal)} of {len(equal)} equal to plain decoding", colour)
         status = diverged(llm, equal)
     # Report. An error of any prompt gives exit status 1.
     note(f"{len(jobs)} prompts, {errors} with an error" if jobs else f"{source} has no prompts")
