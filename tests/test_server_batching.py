@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from lookahead.core import Engine, Request, SettingsError
+from lookahead.core import Engine, Request, SettingsError, greedy
 from lookahead.drafters import Lookahead, Plain, as_drafter
 from lookahead.drafters.adaptive.cost import CostCurve
+from lookahead.engine.text import TextDecoder
 from lookahead.server.grammar import Grammars
-from lookahead.server.logprobs import TokenLogProb
+from lookahead.server.logprobs import LogProbs, TokenLogProb
 from lookahead.server.prediction import Predicted
 from lookahead.server.protocol import (
     ChatRequest,
@@ -265,6 +266,21 @@ def test_the_likelier_of_two_tokens_with_the_same_text_counts():
     assert entry["top"] == {"\ufffd": -0.2}
 
 
+def echoed(prompt, ids, tokens, tokenizer):
+    """A finished answer with echo and log-probabilities."""
+    recorded = LogProbs(greedy, 0)
+    recorded.prompt, recorded.tokens = (
+        [TokenLogProb(t, 0.0, []) for t in some] for some in (ids[1:], tokens)
+    )
+    body = CompletionRequest(prompt=prompt, logprobs=0, echo=True)
+    answer = CompletionAnswer(body, "name", [Request(ids, Plain(), 4, recorded)], tokenizer, "")
+    text = TextDecoder(tokenizer, ids)
+    for token in tokens:
+        text.push(token)
+    answer.parts[0].shown = text.drain()
+    return answer
+
+
 class Strips:
     """Decodes like SentencePiece: the space at the beginning of a text is stripped."""
 
@@ -277,11 +293,29 @@ class Strips:
 
 
 def test_token_texts_of_sentencepiece_keep_their_spaces_and_offsets():
-    body = CompletionRequest(prompt="the", logprobs=0, echo=True)
-    answer = CompletionAnswer(body, "name", [Request([0, 1], Plain(), 4)], Strips(), "")
+    answer = echoed("the", [0, 1], [2, 3], Strips())
     assert [answer.token_text(token) for token in range(4)] == ["<s>", " the", " cat", "s"]
-    (part,) = answer.parts
-    part.offset = -answer._stripped(part, "the")
-    entries = [answer.entry(part, TokenLogProb(token, 0.0, [])) for token in (0, 1, 2, 3)]
-    text = "the cats"
-    assert [text[entry["offset"] :] for entry in entries] == ["the cats", "the cats", " cats", "s"]
+    choice = answer.complete(answer.parts[0])
+    assert choice["text"] == "the cats"
+    rest = [choice["text"][offset:] for offset in choice["logprobs"]["text_offset"]]
+    assert rest == ["the cats", "the cats", " cats", "s"]
+
+
+@pytest.mark.parametrize("prompt", ["<s>f\u00fcr </s> \u6771\u4eac", "f\u00fcr \U0001f642"])
+def test_parts_of_a_character_have_its_offset_and_an_echo_is_the_string_given(prompt):
+    """Each byte outside ASCII is a token, but for a few merges."""
+    ours = tokenizer()
+    ids, more = (ours(text).input_ids for text in (prompt, "\u6771na\u00efve"))
+    answer = echoed(prompt, ids, more, ours)
+    choice = answer.complete(answer.parts[0])
+    text, shown = choice["text"], choice["logprobs"]
+    assert text == prompt + "\u6771na\u00efve"
+    decoded = [ours.decode((ids + more)[:count]).rstrip("\ufffd") for count in range(len(ids + more))]
+    assert shown["text_offset"] == [len(begin) for begin in decoded]
+    assert len(set(shown["text_offset"])) < len(ids + more)
+    # As ids, the prompt is decoded without its special tokens; without echo, offsets begin at the completion.
+    answer.body.prompt = ids
+    assert answer.complete(answer.parts[0])["text"].startswith(ours.decode(ids, skip_special_tokens=True))
+    (part,) = echoed(prompt, ids, more, ours).parts
+    offsets = [answer.entry(part, TokenLogProb(token, 0.0, []))["offset"] for token in more]
+    assert offsets == [len(ours.decode(more[:count]).rstrip("\ufffd")) for count in range(len(more))]

@@ -160,7 +160,7 @@ def _one(llm: LLM, text: str, task: Task, options: dict[str, Any]) -> int:
 #: Keys of a prompt in a line of the input, and the types of their values.
 KINDS = {"prompt": str, "input_ids": list, "messages": list}
 #: The types of JSON values in messages.
-TYPES = {
+TYPES: dict[type, str] = {
     **{str: "a string", list: "a list", dict: "an object", type(None): "null"},
     **{bool: "true or false", int: "a number", float: "a number"},
 }

@@ -7,6 +7,7 @@ is the difference between two decodings of a short window of tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 from ..core import SettingsError
@@ -75,6 +76,15 @@ class TextDecoder:
         if not text.endswith(INCOMPLETE) or len(self._window) - self._known >= LONGEST_WINDOW:
             self._take(text)
         return self.stopped is not None
+
+    def place(self, token: int) -> int:
+        """Append a token. Returns its position in the text; tokens within a character have that of the character."""
+        known = len(self._shown)
+        start = len(self.text) + len(self._ready) + len(self._held) - known
+        before, after = self._decode(self._window), self._decode([*self._window, token])
+        self.push(token)
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))))
+        return start + max(known, min(same, len(after.rstrip(INCOMPLETE))))
 
     def finish(self) -> None:
         """End the text: an unfinished character becomes U+FFFD, and text that was held back is released."""

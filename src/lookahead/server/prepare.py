@@ -106,14 +106,12 @@ class Preparer:
         Raises:
             SettingsError: a field that is not supported here.
         """
-        prompt: Any = body.prompt
-        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
         if body.echo and body.stream and body.logprobs is not None:
             raise SettingsError("echo: with logprobs it cannot be streamed; omit one of the three")
-        self._check_choices(body, len(prompt) if several else 1)
+        self._check_choices(body, len(body.prompts))
         requests = self._requests(
             body,
-            [self.encode(text, "prompt") for text in (prompt if several else [prompt])],
+            [self.encode(prompt, "prompt") for prompt in body.prompts],
             max_tokens=body.max_tokens or 16,
             logprobs=body.logprobs,
             echo=bool(body.echo),

@@ -274,6 +274,12 @@ class CompletionRequest(Generating):
         None, ge=0, le=20, description="Add the log-probability of each token, and the k most likely tokens."
     )
 
+    @property
+    def prompts(self) -> list[Any]:
+        """The prompts, as a list."""
+        given = self.prompt
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
 
 class ChatRequest(Generating):
     """POST /v1/chat/completions."""

@@ -13,6 +13,7 @@ from time import time
 from typing import Any
 
 from ..core import Request, Sequence, Update
+from ..engine.text import TextDecoder
 from .logprobs import LogProbs, TokenLogProb
 from .metrics import speculation
 from .prediction import Predicted
@@ -33,8 +34,8 @@ class Part:
         entries: its log-probabilities, in the endpoint's format.
         tool_calls: the calls at the end of the text.
         finish: the finish reason, as named in the API.
-        offset: the text offset of the next token, from the start of the echoed prompt or else of the completion. Each
-            token that is part of a character counts as one character.
+        decoder: the text of the tokens that have an entry, for text offsets; None before the first.
+        before: the number of characters before that text.
     """
 
     index: int
@@ -45,7 +46,8 @@ class Part:
     entries: list[dict[str, Any]] = field(default_factory=list)
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     finish: str | None = None
-    offset: int = 0
+    decoder: TextDecoder | None = None
+    before: int = 0
 
     @property
     def logprobs(self) -> LogProbs | None:
@@ -247,19 +249,25 @@ class CompletionAnswer(Answer):
         return [self.chunk(self.delta(part, self._prompt(part), [])) for part in self.parts]
 
     def _prompt(self, part: Part) -> str:
-        """The prompt as text."""
+        """The prompt as text: as given, or without special tokens if it was given as token ids."""
+        given = self.body.prompts[part.index // (self.body.n or 1)]
+        if isinstance(given, str):
+            return given
         if self.tokenizer is None:
             return ""
-        return str(self.tokenizer.decode(part.request.prompt, skip_special_tokens=True))
+        plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(given, **plain))
 
     def entry(self, part: Part, entry: TokenLogProb) -> dict[str, Any]:
-        text = self.token_text(entry.token)
-        offset, part.offset = part.offset, part.offset + (0 if self.is_hidden(entry.token) else len(text))
+        if part.decoder is None:
+            part.decoder = TextDecoder(self.tokenizer, part.request.prompt)
+        offset = part.before + part.decoder.place(entry.token)
         top: dict[str, float] = {}
         # Of tokens with the same text, such as parts of characters, the first is the most likely.
         for token, value in entry.top:
             top.setdefault(self.token_text(token), value)
-        return {"token": text, "logprob": entry.logprob, "top": top, "offset": max(0, offset)}
+        text = self.token_text(entry.token)
+        return {"token": text, "logprob": entry.logprob, "top": top, "offset": offset}
 
     def _logprobs(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
         if self.body.logprobs is None:
@@ -286,18 +294,22 @@ class CompletionAnswer(Answer):
             prompt = self._prompt(part)
             text = prompt + text
             if part.logprobs is not None:
-                part.offset = -self._stripped(part, prompt)
-                first = self.entry(part, TokenLogProb(part.request.prompt[0], 0.0, []))
-                before = [self.entry(part, entry) for entry in part.logprobs.prompt]
-                entries = [first | {"logprob": None, "top": None}, *before]
-                entries += self._entries(part, part.logprobs.tokens)
+                entries = self._echoed(part, prompt, part.logprobs)
         return self.delta(part, text, entries)
 
-    def _stripped(self, part: Part, prompt: str) -> int:
-        """The number of spaces that the decoder strips at the beginning of the prompt."""
-        first = next((token for token in part.request.prompt if not self.is_hidden(token)), None)
-        begin = "" if first is None else self.token_text(first)
-        return 1 if begin.startswith(" ") and not prompt.startswith(" ") else 0
+    def _echoed(self, part: Part, prompt: str, logprobs: LogProbs) -> list[dict[str, Any]]:
+        """The log-probabilities of the prompt and of the completion after it."""
+        entries = []
+        part.decoder, part.before = TextDecoder(self.tokenizer), 0
+        for token in [TokenLogProb(part.request.prompt[0], 0.0, []), *logprobs.prompt]:
+            entries.append(self.entry(part, token))
+            name = entries[-1]["token"]
+            # A special token may be part of a string that was given, and is not part of decoded text.
+            if self.is_hidden(token.token) and prompt.startswith(name, entries[-1]["offset"]):
+                part.before += len(name)
+        entries[0] |= {"logprob": None, "top": None}
+        part.decoder, part.before = None, len(prompt)
+        return entries + self._entries(part, logprobs.tokens)
 
 
 class ChatAnswer(Answer):
