@@ -130,6 +130,12 @@ def test_the_output_equals_that_of_model_generate(family, batch, name):
     assert ours.tolist() == plain.tolist()
 
 
+def test_prompts_of_int32_give_sequences_of_int64():
+    plain, ours = both(prompts() | {"input_ids": prompts()["input_ids"].int()}, max_new_tokens=3)
+    assert torch.equal(ours, plain)
+    assert ours.dtype == plain.dtype
+
+
 #: Fixed rows, because the budget may choose plain decoding for steps this small.
 ADAPTIVE = {"drafter": Adaptive(rows=24)}
 
@@ -599,7 +605,7 @@ def test_unsupported_arguments_are_refused_by_name():
     model, inputs = model_of(), prompts(2)
     with pytest.raises(SettingsError, match="assistant_model"):
         model.generate(**prompts(1), max_new_tokens=5, custom_generate=generate, assistant_model=model)
-    with pytest.raises(SettingsError, match="streamer with 2 sequences"):
+    with pytest.raises(SettingsError, match="does not support a streamer with 2 sequences"):
         model.generate(**inputs, max_new_tokens=5, custom_generate=generate, streamer=Recorder())
     full = model.generate(**prompts(1), max_new_tokens=5, return_dict_in_generate=True).past_key_values
     with pytest.raises(SettingsError, match="past_key_values with"):

@@ -8,6 +8,7 @@ import transformers
 
 import lookahead
 from lookahead.core import SettingsError
+from lookahead.integrations.hf.refusals import refuse
 
 TEXT = {
     "vocab_size": 96,
@@ -153,3 +154,9 @@ def test_images_are_refused_by_name(family, shape):
             max_new_tokens=4,
             custom_generate=lookahead.generate,
         )
+
+
+def test_audio_is_refused_by_name():
+    inputs, encoded = prompts(1)["input_ids"], {"mm_encoder_outputs": {"audio": None}}
+    with pytest.raises(SettingsError, match="does not support audio inputs in the prompt"):
+        refuse(model_of("llava"), transformers.GenerationConfig(), [], inputs, False, None, encoded, {}, True)

@@ -93,6 +93,7 @@ def generate(
     # The drafter, the length limit, and what to return.
     named = drafter if drafter is not None else getattr(config, "lookahead_drafter", None)
     chosen = as_drafter(named)
+    input_ids = input_ids.long()  # transformers returns int64 for any integers
     batch, prompt_length = input_ids.shape
     criteria = Criteria(stopping_criteria)
     # A caller's criterion replaces that of config.max_length. If the prompt already meets it, one token is emitted.

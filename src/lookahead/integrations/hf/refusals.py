@@ -99,7 +99,7 @@ def refuse(
             plain,
         ),
         (_learns_prompts(model), "a PEFT adapter with virtual tokens (prompt, prefix or P-tuning)", plain),
-        (streamer is not None and batch > 1, f"streamer with {batch} sequences", "stream one sequence"),
+        (streamer is not None and batch > 1, f"a streamer with {batch} sequences", "stream one sequence"),
         (model_kwargs.get("inputs_embeds") is not None, "inputs_embeds", "pass input_ids"),
         (input_ids.shape[1] == 0, "an empty prompt", "pass at least one token"),
     ]
@@ -137,7 +137,9 @@ def refuse(
     multimodal = "mm_encoder_outputs" in model_kwargs
     text_only = "pass a text-only prompt, or call model.generate without custom_generate"
     encoded = model_kwargs.get("mm_encoder_outputs") or {}
-    refused += [(True, f"{modality}s in the prompt", text_only) for modality in encoded]
+    for modality in encoded:
+        named = "audio inputs" if modality == "audio" else f"{modality}s"
+        refused.append((True, f"{named} in the prompt", text_only))
     for key, value in model_kwargs.items():
         media = value is not None and any(part in key for part in MEDIA)
         refused.append((media, f"the model input {key}", text_only))
