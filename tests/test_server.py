@@ -639,6 +639,17 @@ def test_too_many_completions_are_refused_before_their_prompts_are_encoded(serve
 def test_unsupported_fields_are_refused_by_name(served):
     assert chat(served, status=400, top_logprobs=2)["error"]["param"] == "top_logprobs"
     assert chat(served, status=400, tool_choice="required")["error"]["param"] == "tool_choice"
+    for choice, message in (
+        ("any", "tool_choice: Input should be 'none', 'auto' or 'required'"),
+        ({"type": "function", "function": {}}, "tool_choice.function.name: Field required"),
+        (
+            {"type": "function", "function": {"nam": "f"}},
+            "unknown or unsupported field 'tool_choice.function.nam'; did you mean 'tool_choice.function.name'?",
+        ),
+    ):
+        error = chat(served, status=400, tool_choice=choice)["error"]
+        assert error["message"] == message
+        assert error["param"] in message
     assert post(served, "/v1/chat/completions", 400, messages=[])["error"]["param"] == "messages"
     role = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     assert "content" in post(served, "/v1/chat/completions", 400, messages=[role])["error"]["param"]
@@ -738,6 +749,9 @@ def test_tokens_and_back(served):
     assert back == {"prompt": "für 東京"}
     assert httpx.post(f"{served.url}/detokenize", json={"tokens": [10**6]}).status_code == 400
     assert httpx.post(f"{served.url}/tokenize", json={}).status_code == 400
+    text = "x " * 2000  # longer than the context
+    for prompt in ({"prompt": text}, {"messages": [{"role": "user", "content": text}]}):
+        assert httpx.post(f"{served.url}/tokenize", json=prompt).json()["count"] > 2000
     assert httpx.get(f"{served.url}/version").json() == {"version": "0.1.0"}
 
 
@@ -790,8 +804,10 @@ def test_a_full_queue_says_when_to_come_back(llm, monkeypatch):
 
 
 class BrokenState(PromptLookupDraftState):
+    error: Exception = RuntimeError("broken on purpose")
+
     def observe(self, *args):
-        raise RuntimeError("broken on purpose")
+        raise self.error
 
 
 class Broken(PromptLookup):
@@ -811,6 +827,9 @@ def test_a_fault_of_one_request_harms_no_other(served, monkeypatch):
         good = [pool.submit(post, served, max_tokens=60) for _ in range(4)]
         bad = pool.submit(post, served, status=500, lookahead={"drafter": "broken"})
         assert bad.result()["error"]["type"] == "server_error"
+        monkeypatch.setattr(BrokenState, "error", SettingsError("not a setting of the request"))
+        bad = post(served, status=500, lookahead={"drafter": "broken"})["error"]
+        assert (bad["code"], bad["param"]) == ("decoding_failed", None)
         assert len({text_of(future.result())[0] for future in good}) == 1
 
     def failing(trees):

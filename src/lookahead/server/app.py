@@ -35,6 +35,7 @@ from .protocol import (
     CompletionRequest,
     DetokenizeRequest,
     Generating,
+    NamedTool,
     TokenizeRequest,
     suggestion,
 )
@@ -70,9 +71,9 @@ async def _invalid(request: Request, error: Any) -> Response:
         return error_response("the body must be JSON, sent as application/json", 400, "invalid_json")
     # A union reports an error for each branch. The deepest error is the most specific.
     first = max(problems, key=lambda problem: (problem["type"] == "extra_forbidden", len(problem["loc"])))
-    path = [
-        str(part) for part in first["loc"][1:] if not str(part).startswith(("list[", "function-", "constr"))
-    ]
+    # Its path without the names of the union's branches.
+    branches = ("list[", "literal[", "function-", "constr", NamedTool.__name__)
+    path = [str(part) for part in first["loc"][1:] if not str(part).startswith(branches)]
     param = ".".join(path) or None
     if first["type"] == "extra_forbidden":
         asked = REQUESTS.get(request.url.path)
@@ -149,7 +150,10 @@ async def _updates(queue: asyncio.Queue[Update], answer: Answer) -> AsyncIterato
     while left:
         update = await queue.get()
         if update.result is not None:
-            update.result.checked()
+            try:
+                update.result.checked()
+            except SettingsError as error:  # the request has been checked, so it is the server's fault
+                raise Refused(str(error), 500, "decoding_failed") from error
             if update.result.finish_reason == "cancelled":
                 raise Refused("the client disconnected", GONE, "cancelled")
             left -= 1
@@ -274,7 +278,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
         if body.messages is not None:
             ids = server.ready.chat_tokens(messages_of(body.messages), [])
         else:
-            ids = server.ready.llm.encode(body.prompt)
+            ids = server.ready.encode(body.prompt, "prompt")
         return {"tokens": ids, "count": len(ids), "max_model_len": server.ready.context}
 
     @app.post("/detokenize")

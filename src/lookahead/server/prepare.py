@@ -75,7 +75,7 @@ class Preparer:
             )
 
     def encode(self, prompt: Any, param: str, variables: dict[str, Any] | None = None) -> list[int]:
-        """Token ids of a prompt, with room for at least one more token.
+        """Token ids of a prompt of any length.
 
         Args:
             prompt: a string, chat messages or token ids.
@@ -87,9 +87,12 @@ class Preparer:
         """
         llm = self.llm
         try:
-            ids = encode(prompt, llm.tokenizer, llm.tokenizer_error, llm.vocabulary, None, variables)
+            return encode(prompt, llm.tokenizer, llm.tokenizer_error, llm.vocabulary, None, variables)
         except SettingsError as error:
             raise SettingsError(f"{param}: {error}") from None
+
+    def _fitting(self, ids: list[int], param: str) -> list[int]:
+        """The same token ids. Raises SettingsError unless they leave room for at least one more."""
         if len(ids) >= self.context:
             raisable = self.longest is None or self.context < self.longest
             most = "" if self.longest is None else f" (at most {self.longest} with this model)"
@@ -111,7 +114,7 @@ class Preparer:
         self._check_choices(body, len(body.prompts))
         requests = self._requests(
             body,
-            [self.encode(prompt, "prompt") for prompt in body.prompts],
+            [self._fitting(self.encode(prompt, "prompt"), "prompt") for prompt in body.prompts],
             max_tokens=body.max_tokens or 16,
             logprobs=body.logprobs,
             echo=bool(body.echo),
@@ -135,9 +138,10 @@ class Preparer:
         limits = {body.max_tokens, body.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise SettingsError("max_tokens: must equal max_completion_tokens if both are given")
+        ids = self.chat_tokens(messages_of(body.messages), offered(body), body.reasoning_effort)
         requests = self._requests(
             body,
-            [self.chat_tokens(messages_of(body.messages), offered(body), body.reasoning_effort)],
+            [self._fitting(ids, "messages")],
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             schema=schema or call,
@@ -155,7 +159,7 @@ class Preparer:
             effort: ``reasoning_effort`` for the chat template; None for the template's own default.
 
         Raises:
-            SettingsError: the template rejects the messages, or the prompt is too long.
+            SettingsError: the template rejects the messages.
         """
         template = str(getattr(self.llm.tokenizer, "chat_template", None) or "")
         messages = with_tools(messages, tools, template)

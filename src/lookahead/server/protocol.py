@@ -58,7 +58,8 @@ def suggestion(model: type[BaseModel], path: list[str]) -> str | None:
     *outer, name = path
     for each in outer:
         inner = getattr(model.model_fields.get(each), "annotation", None)
-        found = [kind for kind in get_args(inner) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        kinds = (inner, *get_args(inner))
+        found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
         if not found:
             return None
         model = found[0]
