@@ -515,6 +515,7 @@ def test_a_history_of_calls_needs_no_tools_in_the_request(served):
         ({"temperature": -1}, "temperature", "temperature: Input should be greater than or equal to 0"),
         ({"top_p": 0}, "top_p", "top_p: Input should be greater than 0"),
         ({"n": 1000}, "n", "n: a request may have at most 16 completions, got 1000"),
+        ({"prompt": 5}, "prompt", "prompt: Input should be a valid string"),
         ({"prompt": ""}, "prompt", "prompt: the prompt must not be empty"),
         ({"prompt": [1, 2, 99999]}, "prompt", "prompt: token ids must be between 0 and 319, got 99999"),
         ({"prompt": "x " * 3000}, "prompt", "this server's limit of 1024"),

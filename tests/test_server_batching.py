@@ -258,6 +258,14 @@ def test_an_api_key_that_no_client_can_send_is_refused(key, monkeypatch):
     assert "s3cret" not in str(error.value)
 
 
+def test_max_body_bytes_alone_limits_a_prompt():
+    text = "x" * (5 << 20)
+    assert (
+        CompletionRequest(prompt=text).prompt
+        == ChatRequest(messages=[{"role": "user", "content": text}]).messages[0].content
+    )
+
+
 def test_the_likelier_of_two_tokens_with_the_same_text_counts():
     body = CompletionRequest(prompt="x", logprobs=2)
     answer = CompletionAnswer(body, "name", [Request([1], Plain(), 4)], None, "")

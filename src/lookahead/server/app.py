@@ -51,6 +51,8 @@ REQUESTS: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
+#: A branch of a union in the path of an error, which is not a field.
+BRANCH = re.compile(rf"(str|{NamedTool.__name__})$|list\[|literal\[|function-")
 PAGE = Path(__file__).with_name("page.html")
 #: Logged status of a request whose client disconnected (as in nginx).
 GONE = 499
@@ -71,9 +73,7 @@ async def _invalid(request: Request, error: Any) -> Response:
         return error_response("the body must be JSON, sent as application/json", 400, "invalid_json")
     # A union reports an error for each branch. The deepest error is the most specific.
     first = max(problems, key=lambda problem: (problem["type"] == "extra_forbidden", len(problem["loc"])))
-    # Its path without the names of the union's branches.
-    branches = ("list[", "literal[", "function-", "constr", NamedTool.__name__)
-    path = [str(part) for part in first["loc"][1:] if not str(part).startswith(branches)]
+    path = [str(part) for part in first["loc"][1:] if not BRANCH.match(str(part))]
     param = ".".join(path) or None
     if first["type"] == "extra_forbidden":
         asked = REQUESTS.get(request.url.path)

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from ..option import offered
 from ..options import DraftOptions
 
-Text = Annotated[str, Field(max_length=1 << 22)]
 Item = TypeVar("Item")
 #: A list that is rejected at its first wrong item, because one body may have a million of them.
 Items = Annotated[list[Item], Field(fail_fast=True)]
@@ -102,10 +101,10 @@ class TextPart(Strict):
     """A part of a message."""
 
     type: Literal["text"]
-    text: Text
+    text: str
 
 
-Content = Text | Items[TextPart]
+Content = str | Items[TextPart]
 
 
 def plain(content: Content | None) -> str:
@@ -238,7 +237,7 @@ class Generating(Strict):
     seed: int | None = Field(
         None, ge=-(1 << 63), lt=1 << 63, description="The same seed gives the same completion under any load."
     )
-    stop: Text | Annotated[Items[Text], Field(max_length=16)] | None = Field(
+    stop: str | Annotated[Items[str], Field(max_length=16)] | None = Field(
         None, description="Stop before this string, or the first of several."
     )
     response_format: ResponseFormat | None = Field(
@@ -265,9 +264,9 @@ class CompletionRequest(Generating):
     """POST /v1/completions."""
 
     prompt: (
-        Text
+        str
         | TokenIds
-        | Annotated[Items[Text], Field(min_length=1)]
+        | Annotated[Items[str], Field(min_length=1)]
         | Annotated[Items[TokenIds], Field(min_length=1)]
     ) = Field(description="A string, token ids, or a list of either.")
     echo: bool | None = Field(None, description="Put the prompt before the completion.")
@@ -308,7 +307,7 @@ class TokenizeRequest(Strict):
     """POST /tokenize."""
 
     model: str | None = None
-    prompt: Text | None = Field(None, description="A string.")
+    prompt: str | None = Field(None, description="A string.")
     messages: Items[Message] | None = Field(None, description="Or a chat.")
 
 
