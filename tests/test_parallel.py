@@ -24,7 +24,7 @@ import pytest
 from gguf_files import write_gguf
 from lookahead.core import NumericalError, OutOfMemory, Request, SettingsError, greedy
 from lookahead.drafters import METHODS, Adaptive, Plain, as_drafter
-from lookahead.parallel import ParallelTarget, executor
+from lookahead.parallel import Connections, ParallelTarget, RankError, RankGroup, executor
 from lookahead.testing import FakeTarget, run
 from processes import forks
 
@@ -85,6 +85,12 @@ def launch(size, function, *arguments, within=240.0, hanging=-1):
     return outcomes
 
 
+def unequal(ours, theirs):
+    import torch
+
+    return "" if torch.equal(ours, theirs) else "they are not equal"
+
+
 def join_ranks(make_target, timeout=30.0, model=None):
     from lookahead import parallel
     from lookahead.targets.equivalence import differ
@@ -95,7 +101,7 @@ def join_ranks(make_target, timeout=30.0, model=None):
     for link in connections.links.values():
         link.timeout = timeout if connections.rank == 0 else 2 * timeout  # as ``start`` does
     if model is None:  # a target whose logits are the same on every rank
-        return parallel.join(make_target, connections)
+        return parallel.join(make_target, connections, None, unequal)
     return parallel.join(make_target, connections, model, functools.partial(differ, probe(model).equivalence))
 
 
@@ -227,12 +233,19 @@ def case_two_targets(target):
 
 
 def rows_of_steps(target):
-    """A list to which every later step of the target adds the number of rows of each rank."""
+    """A list to which every later step of the target adds the number of rows of each rank: its shards and the missing
+    rows that it recomputes."""
     rows, forward = [], target.forward
 
     def recording(trees):
         scores = forward(trees)
-        rows.append(target.rows_per_rank)
+        shards = {slot: target._pending[slot][1] for slot, _ in trees}
+        rows.append(
+            [
+                sum(len(own.rows[rank]) + missing[slot] for slot, own in shards.items())
+                for rank, missing in enumerate(target._missing)
+            ]
+        )
         return scores
 
     target.forward = recording
@@ -532,6 +545,34 @@ def test_a_damaged_cache_is_found_before_it_writes_wrong_text():
     assert "rank 1 computes different logits from rank 0 for the same token after 6 steps" in outcomes[0][1]
 
 
+def test_an_interrupt_within_a_step_ends_the_group():
+    """Ctrl-C between a message and its answer would leave the ranks out of step."""
+    link = mock.Mock(**{"receive.side_effect": KeyboardInterrupt})
+    group = RankGroup(FakeTarget, Connections(0, 2, {1: link}, "gloo", 60.0), unequal)
+    try:
+        target = ParallelTarget(group)
+        for error in (KeyboardInterrupt, RankError):
+            with pytest.raises(error):
+                target.prefill([(0, [1, 2])])
+        assert str(group.error) == "rank 0 failed: KeyboardInterrupt"
+        link.send.assert_called_with("failed", rank=0, text=str(group.error))
+    finally:
+        group.close()
+
+
+def test_a_rank_without_memory_for_its_target_has_failed():
+    """It has not recorded the prompt, so it could not follow rank 0."""
+
+    def make_target():
+        raise OutOfMemory("no room")
+
+    messages = [{"kind": "prefill", "target": 1, "prompts": []}, {"kind": "stop"}]
+    link = mock.Mock(**{"receive.side_effect": messages})
+    with pytest.raises(OutOfMemory):
+        executor.serve(link, make_target)
+    link.send.assert_called_once_with("failed", text="OutOfMemory: no room")
+
+
 def test_other_tokens_on_a_rank_are_found_in_the_next_step():
     outcomes = launch(2, lying_rank)
     assert outcomes[0][0] == "DivergenceError"
@@ -625,7 +666,7 @@ def split_by_tensors(rank, folder):
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh)
     weight = model.model.layers[0].mlp.up_proj.weight
     assert weight.to_local().numel() == weight.numel() // 2  # it is really split
-    parallel.join(functools.partial(make_target, model), connections, model)
+    parallel.join(functools.partial(make_target, model), connections, model, unequal)
 
 
 def test_tensor_parallelism_is_refused_by_name(tmp_path):
@@ -786,14 +827,14 @@ def test_with_nothing_left_the_other_ranks_are_dismissed_with_the_options_of_a_r
 
     write_jobs(tmp_path / "in.jsonl")
     command = ["generate", "tiny", "--input", str(tmp_path / "in.jsonl")]
-    command += ["--output", str(tmp_path / "out.jsonl"), "--max-new-tokens", "2"]
+    command += ["--output", str(tmp_path / "out.jsonl"), "--max-new-tokens", "2", "--device", "cpu"]
     assert CliRunner().invoke(app, command).exit_code == 0
     started = []
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("lookahead.parallel.start", lambda **given: started.append(given))
     monkeypatch.setattr("lookahead.parallel.dismiss", lambda connections: None)
-    command += ["--resume", "--parallel-timeout", "7", "--device", "cpu"]
+    command += ["--resume", "--parallel-timeout", "7"]
     found = CliRunner().invoke(app, command)
     assert found.exit_code == 0, found.output
     assert started == [{"timeout": 7.0, "device": torch.device("cpu")}]

@@ -48,7 +48,7 @@ def test_start_makes_the_ranks_own_gpu_the_current_one(four_gpus, monkeypatch):
     monkeypatch.setattr(connect.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(connect.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(connect.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(connect, "_gather", lambda numbers: [numbers])
+    monkeypatch.setattr(connect, "_gather", lambda numbers, timeout: [numbers])
     assert start(device="cuda").backend == "gloo"
     assert current == [torch.device("cuda", 2)]
 

@@ -28,8 +28,9 @@ def first_line(error: BaseException, longest: int = 300) -> str:
 
 
 def summary(error: BaseException) -> str:
-    """An error's type and the first line of its message."""
-    return f"{type(error).__name__}: {first_line(error)}"
+    """An error's type and the first line of its message, if it has one."""
+    name = type(error).__name__
+    return f"{name}: {first_line(error)}" if str(error).strip() else name
 
 
 def failure(what: str, error: Exception, kind: type[LookaheadError] = LookaheadError) -> LookaheadError:

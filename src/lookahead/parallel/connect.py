@@ -106,7 +106,7 @@ def start(timeout: float = TIMEOUT, device: str | torch.device | None = None) ->
     own_device = torch.device(local_device(device))
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)  # nccl uses the current device
-    backend = _choose_backend(_gather(_device_id(own_device)))
+    backend = _choose_backend(_gather(_device_id(own_device), timeout))
     rows = dist.new_group(backend="nccl", timeout=span) if backend == "nccl" else None
     # A link between rank 0 and every other rank. All ranks must create all groups, in the same order.
     links = {}
@@ -128,15 +128,17 @@ def _device_id(device: torch.device) -> list[int]:
     return [int(dist.is_nccl_available()), zlib.crc32(uuid.encode())]
 
 
-def _gather(numbers: list[int]) -> list[list[int]]:
+def _gather(numbers: list[int], timeout: float) -> list[list[int]]:
     """All ranks' numbers, by rank; at most ``MAX_FACTS`` each. Every rank must call this."""
     every = [torch.zeros(1 + MAX_FACTS, dtype=torch.int64) for _ in range(dist.get_world_size())]
     padded = [len(numbers), *numbers, *[0] * (MAX_FACTS - len(numbers))]
     try:
         dist.all_gather(every, torch.tensor(padded))
     except RuntimeError as error:
-        what = "a rank ended before all of them had started and loaded the model"
-        raise LookaheadError(f"{what}: {first_line(error)}") from error
+        raise LookaheadError(
+            f"a rank ended, or did not load the model within {timeout:g} s; raise --parallel-timeout if it is slow "
+            f"({first_line(error)})"
+        ) from error
     return [numbers[1 : 1 + int(numbers[0])].tolist() for numbers in every]
 
 
@@ -167,7 +169,7 @@ def check_same_model(connections: Connections, target: Target, model: Any = None
         "target": zlib.crc32(type(target).__name__.encode()),
         "model checksum": checksum(tensors),
     }
-    ours, *others = _gather(list(facts.values()))
+    ours, *others = _gather(list(facts.values()), connections.timeout)
     if not ours:
         connections.close()
         raise SystemExit(0)  # rank 0 had nothing to decode
@@ -182,7 +184,7 @@ def check_same_model(connections: Connections, target: Target, model: Any = None
 
 def dismiss(connections: Connections) -> None:
     """End the other ranks. Rank 0 calls this instead of ``join`` if there is nothing to decode."""
-    _gather([])
+    _gather([], connections.timeout)
     connections.close()
 
 

@@ -145,7 +145,9 @@ def serve(link: Link, make_target: Callable[[], Target]) -> None:
         except RankError:
             raise
         except BaseException as error:
-            if isinstance(error, OutOfMemory) and message["kind"] in ("prefill", "forward"):
+            # Without an executor, which could not be made, the rank would have other tokens than rank 0 from here on.
+            passes = message["kind"] in ("prefill", "forward") and message["target"] in executors
+            if isinstance(error, OutOfMemory) and passes:
                 link.send("no_memory", text=first_line(error))
                 continue
             link.send("failed", text=summary(error))

@@ -8,6 +8,7 @@ construction.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 
 from ..core import LookaheadError, NumericalError, OutOfMemory, Scores, Target, TokenTree
-from ..core.errors import summary
 from ..core.target import adopt_properties, best_or_nan
 from .executor import RankExecutor, as_lists, as_tensor
 from .rank_group import RankGroup
@@ -59,21 +59,24 @@ class RemoteScores:
 
     def row(self, node: int) -> Any:
         like = self.like()
-        with self.rank_group.lock:
+        with self._exchange():
             self._ask("row", row=node)
             row = self.rank_group.receive_row(self.rank, as_tensor(like))
         return row if isinstance(like, torch.Tensor) else row.tolist()
 
     def top(self, nodes: Sequence[int], k: int) -> Any:
-        with self.rank_group.lock:
+        with self._exchange():
             return self._ask("top", rows=nodes, k=k)["top"]
 
     def hidden(self, node: int) -> None:
         """None, because hidden states stay on their rank."""
 
-    def _ask(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _exchange(self) -> AbstractContextManager[None]:
         if self.expired:
             raise LookaheadError("logits can only be read until the next step; read them earlier")
+        return self.rank_group.exchange()
+
+    def _ask(self, kind: str, **fields: Any) -> dict[str, Any]:
         self.rank_group.send(self.rank, kind, **self.request, **fields)
         return self.rank_group.receive(self.rank)
 
@@ -130,8 +133,6 @@ class ParallelTarget(Target):
         ranks: number of ranks.
         executor: evaluates rank 0's shards.
         steps: number of forward passes so far.
-        rows_per_rank: the number of rows of each rank in the last step: its shards and the missing rows that it
-            recomputes.
     """
 
     path: str
@@ -150,7 +151,6 @@ class ParallelTarget(Target):
         self.ranks = rank_group.connections.size
         self.executor = RankExecutor(inner)
         self.steps = 0
-        self.rows_per_rank: list[int] = []
         #: Number of accepted tokens whose KV rows the rank lacks, by rank and slot.
         self._missing: list[dict[int, int]] = [{} for _ in range(rank_group.connections.size)]
         self._pending: dict[int, tuple[TokenTree, Shards]] = {}
@@ -158,7 +158,7 @@ class ParallelTarget(Target):
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> Sequence[Scores]:
         """Every rank evaluates all prompts in full; rank 0's logits are used."""
-        with self.rank_group.lock:
+        with self.rank_group.exchange():
             packed = [(slot, list(prompt)) for slot, prompt in prompts]
             self.rank_group.broadcast("prefill", target=self.number, prompts=packed)
             for missing in self._missing:
@@ -169,7 +169,7 @@ class ParallelTarget(Target):
             return own
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
-        with self.rank_group.lock:
+        with self.rank_group.exchange():
             # Divide every tree, and send each rank its shards.
             ranks = range(self.rank_group.connections.size)
             shards = [
@@ -186,10 +186,6 @@ class ParallelTarget(Target):
             slots = [slot for slot, _ in trees]
             sizes = [[len(part) for _, part in some] for some in parts]
             by_rank, above = self._together(lambda: self.executor.forward(parts[0]), slots, sizes, whole)
-            self.rows_per_rank = [
-                sum(size) + sum(missing[s] for s in slots)
-                for size, missing in zip(sizes, self._missing, strict=True)
-            ]
             self._pending.update((slot, (tree, own)) for (slot, tree), own in pairs)
             return [
                 ParallelScores(own, [passes[b] for passes in by_rank], [rows[b] for rows in above])
@@ -198,7 +194,7 @@ class ParallelTarget(Target):
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
         accepted = []
-        with self.rank_group.lock:
+        with self.rank_group.exchange():
             for slot, path in paths:
                 tree, shards = self._pending.pop(slot)
                 accepted.append((slot, [tree.tokens[node] for node in path]))
@@ -208,7 +204,7 @@ class ParallelTarget(Target):
             self.rank_group.broadcast("commit", target=self.number, accepted=accepted)
 
     def release(self, slot: int) -> None:
-        with self.rank_group.lock:
+        with self.rank_group.exchange():
             self._pending.pop(slot, None)
             self.executor.release(slot)
             # If the group has failed, this raises too, so that its error is not mistaken for one sequence's.
@@ -248,9 +244,6 @@ class ParallelTarget(Target):
             own = evaluate()
         except OutOfMemory as error:
             problem = error
-        except BaseException as error:
-            self.rank_group.fail(RankError(0, f"rank 0 failed: {summary(error)}"))
-            raise
         # All ranks must have the same tokens.
         answers = {rank: self.rank_group.receive(rank) for rank in self.rank_group.connections.links}
         for rank, answer in answers.items():

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..core import Target
+from ..core import OutOfMemory, Target
+from ..core.errors import summary
 from .connect import Connections, check_same_model
 from .executor import serve
 from .wire import Message, RankError
@@ -24,18 +25,13 @@ SHUTDOWN_TIMEOUT = 5.0
 Differ = Callable[[torch.Tensor, torch.Tensor], str]
 
 
-def any_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str:
-    """The comparison for targets that are bit-identical on every rank."""
-    return "" if torch.equal(ours, theirs) else "they are not equal"
-
-
 class RankGroup:
     """All ranks, represented on rank 0. Created by ``join``, with its arguments.
 
     Several ``ParallelTarget`` objects, even in several threads, may share a group; one step is evaluated at a time.
 
     Attributes:
-        lock: held while the other ranks work.
+        lock: held while the other ranks work; see ``exchange``.
         error: the error that ended the group; every later use raises it.
     """
 
@@ -111,6 +107,22 @@ class RankGroup:
         with self._failing_together():
             return self.connections.links[rank].receive_row(like)
 
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Hold the lock for messages that belong together.
+
+        An error between them, such as Ctrl-C, would leave the ranks out of step, so it ends the group. A pass that
+        did not fit in memory does not.
+        """
+        with self.lock:
+            try:
+                yield
+            except (RankError, OutOfMemory):
+                raise
+            except BaseException as error:
+                self.fail(RankError(0, f"rank 0 failed: {summary(error)}"))
+                raise
+
     def fail(self, error: RankError) -> RankError:
         """End the group with an error. Keep it, and send it to every rank that can still be reached."""
         if self.error is None:
@@ -160,8 +172,8 @@ class RankGroup:
 def join(
     make_target: Callable[[], Target],
     connections: Connections,
-    model: Any = None,
-    differ: Differ = any_difference,
+    model: Any,
+    differ: Differ,
 ) -> RankGroup:
     """Join all ranks. Rank 0 gets the group; the other ranks serve it until it ends.
 
