@@ -170,9 +170,14 @@ def test_a_grammar_that_cannot_be_made_says_what_is_missing(monkeypatch):
     grammars = Grammars(SimpleNamespace(tokenizer=None, eos=frozenset()))
     with pytest.raises(SettingsError, match=r"^response_format and tool_choice need a tokenizer and an end"):
         grammars.json({}, "response_format")
+    unusable = Grammars(SimpleNamespace(tokenizer=object(), eos={1}, vocabulary=8))
+    with pytest.raises(
+        SettingsError, match=r"^response_format and tool_choice cannot be used with this tokenizer: "
+    ):
+        unusable.json({}, "tool_choice")
     for module in ("llguidance", "llguidance.hf"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(SettingsError, match=r"pip install 'lookahead-decoding\[grammar\]'"):
+    with pytest.raises(SettingsError, match=r"pip install '\.\[grammar\]'"):
         grammars.json({}, "response_format")
 
 

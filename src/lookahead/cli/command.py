@@ -92,7 +92,7 @@ def help_all(rare: int, parameters: Sequence[Parameter]) -> list[Parameter]:
     groups = [kind[-1].rich_help_panel for kind in kinds if kind and isinstance(kind[-1], OptionInfo)]
     group = groups[0] if all(groups) else None
     info: Any = typer.Option("--help-all", callback=show, is_eager=True, rich_help_panel=group)
-    info.help = f"Show the help with the other {rare} options."
+    info.help = f"Show all options, including {rare} less common ones."
     typed: Any = Annotated[bool, info]
     made = Parameter("help_all", Parameter.KEYWORD_ONLY, default=False, annotation=typed)
     return [made] if rare else []

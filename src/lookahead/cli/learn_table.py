@@ -8,11 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ..engine.prompts import has_chat_template
 from ..options import LoadOptions
 from .adapter import with_options
 from .console import Interrupted, LongProgress, note
-from .shared import Json, load_model
+from .shared import Json, load_model, note_text
 
 #: Default minutes if neither minutes nor tokens are given.
 MINUTES = 10.0
@@ -44,10 +43,7 @@ def learn(
     goal = Goal(None if minutes is None else 60 * minutes, tokens)
     llm = load_model(load)
     learner = Learner(llm, output)
-    if not has_chat_template(llm.tokenizer):
-        note("this model has no chat template, so it continues short texts")
-    if learner.folder.tokens:
-        note(f"continuing after {learner.folder.tokens:,} tokens of earlier runs")
+    note_text(llm, learner.folder.tokens)
     # Generate until the goal or an interrupt, then build the table from all text.
     interrupted = False
     try:

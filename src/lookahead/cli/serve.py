@@ -36,7 +36,8 @@ def serve(
         from ..server.app import serve as serve_http
     except ImportError as error:
         raise SettingsError(
-            f"lookahead serve needs {error.name}; install it with pip install '.[serve]' in the project's folder"
+            f"lookahead serve needs {error.name}; install it with pip install '.[serve]' in the project's folder "
+            f"({error})"
         ) from None
 
     def was_given(name: str) -> bool:

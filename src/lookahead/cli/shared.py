@@ -13,8 +13,9 @@ import typer
 
 from .. import Adaptive
 from ..core import Drafter, SettingsError
+from ..engine.prompts import has_chat_template
 from ..options import LoadOptions
-from .console import ranks
+from .console import note, ranks
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -58,6 +59,14 @@ def warm_state(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
             state.save(file)
         except OSError as error:
             raise SettingsError(f"--warm must be a writable file, got {file} ({error.strerror})") from None
+
+
+def note_text(llm: LLM, tokens: int) -> None:
+    """Say what the model's own text begins with, and how many tokens of it there are from earlier runs."""
+    if not has_chat_template(llm.tokenizer):
+        note("this model has no chat template, so it continues short texts")
+    if tokens:
+        note(f"continuing after {tokens:,} tokens of earlier runs")
 
 
 def dismiss(load: LoadOptions) -> None:

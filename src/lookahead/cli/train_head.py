@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
-from ..engine.prompts import has_chat_template
 from ..learning.train_settings import TrainSettings
 from ..options import LoadOptions
 from .adapter import with_options
 from .console import Interrupted, LongProgress, note
-from .shared import Json, load_model
+from .shared import Json, load_model, note_text
 
 
 @with_options()
@@ -38,10 +37,7 @@ def train_head(
 
     llm = load_model(load)
     learner = HeadLearner(llm, tokens, settings, output, note)
-    if not has_chat_template(llm.tokenizer):
-        note("this model has no chat template, so it continues short texts")
-    if learner.texts.tokens:
-        note(f"continuing after {learner.texts.tokens:,} tokens of earlier runs")
+    note_text(llm, learner.texts.tokens)
     try:
         with LongProgress() as progress:
 

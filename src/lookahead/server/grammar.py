@@ -34,8 +34,8 @@ class Grammars:
             from llguidance.hf import from_tokenizer
         except ImportError:
             raise SettingsError(
-                "response_format and tool_choice need llguidance; install it with "
-                "pip install 'lookahead-decoding[grammar]'"
+                "response_format and tool_choice need llguidance; install it with pip install '.[grammar]' in the "
+                "project's folder"
             ) from None
         if self._llm.tokenizer is None or not self._llm.eos:
             raise SettingsError("response_format and tool_choice need a tokenizer and an end token")
@@ -44,7 +44,9 @@ class Grammars:
         try:
             return from_tokenizer(tokenizer, n_vocab=self._llm.vocabulary, eos_token=sorted(self._llm.eos))
         except Exception as error:  # llguidance does not support every tokenizer
-            raise SettingsError(f"response_format cannot be used with this tokenizer: {error}") from None
+            raise SettingsError(
+                f"response_format and tool_choice cannot be used with this tokenizer: {error}"
+            ) from None
 
     def json(self, schema: dict[str, Any], param: str) -> JsonProcess:
         """A logits processor that restricts one completion to JSON that follows a schema.
