@@ -79,7 +79,7 @@ class Settings(MachineOptions, DrafterOptions):
     max_rows: int = option(
         256,
         "Maximum rows of a step that a request may set by W,N,G. To limit the rows of adaptive, use a drafter such "
-        "as adaptive:max_rows=8.",
+        "as adaptive:max_rows=8 (--drafter).",
         at_least(1, 4096),
     )
     row_budget: int | None = option(
