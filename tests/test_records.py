@@ -6,6 +6,7 @@ Killed processes: test_soak.py.
 import json
 import os
 import random
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -53,6 +54,23 @@ def test_a_long_torn_line_is_found(tmp_path):
     path.write_bytes(b'{"id": "' + b"x" * 200_000)
     drop_torn_line(path)
     assert path.read_bytes() == b""
+
+
+def test_a_record_that_another_process_adds_meanwhile_is_kept(tmp_path, monkeypatch):
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b'{"id": 1}\n')
+    read_bytes = Path.read_bytes
+
+    def slowly(self):
+        content = read_bytes(self)
+        with open(path, "ab") as other:
+            other.write(b'{"id": 2}\n')
+        return content
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", slowly)
+        drop_torn_line(path)
+    assert path.read_bytes() == b'{"id": 1}\n{"id": 2}\n'
 
 
 @pytest.mark.parametrize(

@@ -186,4 +186,7 @@ def _no_record(path: str | Path, line: int, origin: str, why: str) -> SettingsEr
 def drop_torn_line(path: str | Path) -> None:
     """Remove a last line without a line break, left by a killed process."""
     if Path(path).is_file():
-        os.truncate(path, Path(path).read_bytes().rfind(b"\n") + 1)
+        content = Path(path).read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):  # otherwise another process may have added a record since it was read
+            os.truncate(path, whole)
