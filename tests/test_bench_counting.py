@@ -700,6 +700,16 @@ def test_records_of_other_weights_or_another_engine_are_not_reused(tmp_path, mon
         model.get_input_embeddings().weight.mul_(2)
     second = run([], [[1, 2, 3]], ModelUnderTest.of(LLM(model)), options)
     assert second[0]["key"] != first[0]["key"]
+    # Other end tokens, and a tokenizer of the same name that gives other ids.
+    ended = run([], [[1, 2, 3]], replace(cycling(), eos=frozenset([7])), options)
+    assert ended[0]["key"] != run([], [[1, 2, 3]], cycling(), options)[0]["key"]
+    keys = set()
+    for ids in ([1, 2, 3, 4], [1, 2, 3, 5]):
+        tokenizer = type(
+            "Changed", (Numbers,), {"__call__": lambda self, text, ids=ids: {"input_ids": ids}}
+        )()
+        keys.add(run([], ["a text"], replace(cycling(), tokenizer=tokenizer), options)[0]["key"])
+    assert len(keys) == 2
     # llama.cpp reads the weights from the file.
     of_llama_cpp, sums = object.__new__(LlamaCppModel), set()
     of_llama_cpp.loaded = SimpleNamespace(file=tmp_path / "model.gguf")

@@ -154,6 +154,7 @@ def test_malformed_lines_are_named(text, message, tmp_path):
         ({"prompt": ""}, "must be a non-empty string"),
         ({"prompt": 3}, "must be a non-empty string"),
         ({"turns": "text"}, "list of at least one"),
+        ({"turns": ["text", 3]}, "must be a non-empty string, got 3"),
         ({"nothing": 1}, "must have prompt or turns"),
     ],
 )

@@ -798,6 +798,25 @@ def test_results_that_cannot_be_written_are_said_before_the_work(model, tmp_path
         refused("--out .*file must be a writable folder", *words, model, "--out", tmp_path / "file")
 
 
+def test_workloads_of_one_name_are_refused_before_the_work(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["lookahead.cli.bench"], "_load", None)
+    files = []
+    for name in ("a/test.jsonl", "b/test.jsonl", "c/stdlib.jsonl"):
+        files.append(tmp_path / name)
+        files[-1].parent.mkdir()
+        files[-1].write_text('{"prompt": "x"}\n')
+    for pair, name in ((files[:2], "test"), ((files[0], files[0]), "test"), (("stdlib", files[2]), "stdlib")):
+        words = [word for file in pair for word in ("--workload", file)]
+        refused(
+            f"must have a different name, got '{name}' twice",
+            "bench",
+            model,
+            *words,
+            "--out",
+            tmp_path / "out",
+        )
+
+
 def test_tune_needs_steps_and_a_model_that_drafts(monkeypatch):
     refused("--repeats must be at least 1, got 0", "tune", "tiny", "--repeats", 0)
     probe = SimpleNamespace(drafts=False, reason="its state is recurrent")

@@ -86,7 +86,13 @@ def run(
         show(len(result), len(plan), f"{prompt.id}, {method.label} {method.state}")
         earlier = [(p.id, p.ids) for p in workload[:number] if p.workload == prompt.workload]
         name = method.label, method.state, method.settings
-        key = key_of(common, asdict(prompt), turn, name, repeat, earlier if method.state == "warm" else None)
+        decoded = (
+            tokens,
+            sorted(model.eos),
+        )  # a tokenizer or a chat template of the same name may have changed
+        key = key_of(
+            common, asdict(prompt), turn, name, repeat, earlier if method.state == "warm" else None, decoded
+        )
         fits = tokens and len(tokens) + options.max_new_tokens <= model.max_positions
         record: Record | None = finished.get(key)
         # Otherwise measure it, or record that the prompt does not fit.

@@ -21,6 +21,8 @@ from typing import Any
 from ..core import SettingsError
 
 STDLIB = "stdlib"
+#: Number of its prompts without a limit.
+STDLIB_PROMPTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +71,15 @@ def load_workload(name: str, limit: int | None = None, seed: int = 0) -> list[Pr
     Args:
         name: "stdlib", or the path of a JSON-lines file whose rows have ``prompt`` or ``turns``; ``id``,
             ``category`` and ``reference`` are optional.
-        limit: at most this many prompts, taken from each category in turn (see ``in_turn``).
+        limit: at most this many prompts, taken from each category in turn (see ``in_turn``); None for all, which are
+            ``STDLIB_PROMPTS`` of the standard library.
         seed: selects the functions of the standard library.
 
     Raises:
         SettingsError: the file is missing, or a line cannot be read.
     """
     if name == STDLIB:
-        return [Prompt(workload=STDLIB, **fields) for fields in stdlib_prompts(limit or 64, seed)]
+        return [Prompt(workload=STDLIB, **fields) for fields in stdlib_prompts(limit or STDLIB_PROMPTS, seed)]
     if not Path(name).is_file():
         raise SettingsError(
             f"a workload must be {STDLIB} or the path of a JSON-lines file whose rows have prompt or turns, "
@@ -120,21 +123,21 @@ def conversation(workload: str, name: str, category: str, turns: Any, references
     """
     if isinstance(turns, str) or not turns:
         raise TypeError(f"turns must be a list of at least one string, got {turns!r:.60}")
-    texts = tuple(text_of(str(turn)) for turn in turns)
+    texts = tuple(text_of(turn) for turn in turns)
     last = references if isinstance(references, str) or not references else references[-1]
     reference = str(last) if last else None
     return Prompt(name, workload, texts, f"{texts[0]}\n", category, reference)
 
 
 def text_of(value: Any) -> str:
-    """The prompt of a row, validated.
+    """The prompt or a turn of a row, validated.
 
     Raises:
         TypeError: it is not a string, or is empty.
         ValueError: it has half of a surrogate pair.
     """
     if not isinstance(value, str) or not value:
-        raise TypeError(f"prompt must be a non-empty string, got {value!r:.60}")
+        raise TypeError(f"a prompt or turn must be a non-empty string, got {value!r:.60}")
     value.encode()  # raises ValueError for half of a surrogate pair
     return value
 

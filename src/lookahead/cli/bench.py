@@ -24,7 +24,7 @@ from .console import note, progress_bar
 from .shared import numbers
 
 if TYPE_CHECKING:
-    from ..bench import ModelUnderTest
+    from ..bench import ModelUnderTest, Prompt
 
 MEASURE = "run"
 
@@ -122,7 +122,7 @@ def progress() -> Iterator[Callable[[int, int, str], None]]:
 def measure(
     *,
     workload: Annotated[list[str] | None, typer.Option(help=WORKLOADS, metavar="NAME|FILE")] = None,
-    limit: Annotated[int, typer.Option(help="Prompts per workload; 0 for all.", min=0)] = 8,
+    limit: Annotated[int, typer.Option(help="Prompts per workload; 0 for all, 64 of stdlib.", min=0)] = 8,
     method: Annotated[list[str] | None, typer.Option(help=METHOD, metavar="LIST")] = None,
     out: Out = Path("bench"),
     repeats: Annotated[int, typer.Option(help="How often each prompt is decoded.", min=1)] = 3,
@@ -139,8 +139,15 @@ def measure(
     seed, top_k = options.seed or 0, options.top_k or 0
     run_options = RunOptions(options.max_new_tokens, options.temperature, top_k, seed, repeats, warm)
     names = split_methods(method) if method else default_methods()
-    workloads = workload or ["stdlib"]
-    prompts = [prompt for name in workloads for prompt in load_workload(name, limit or None, seed)]
+    prompts: list[Prompt] = []
+    for file in workload or ["stdlib"]:
+        new = load_workload(file, limit or None, seed)
+        if any(prompt.workload == new[0].workload for prompt in prompts):  # records tell them apart by it
+            raise SettingsError(
+                f"each --workload must have a different name, got {new[0].workload!r} twice; rename one of the files "
+                "or leave it out"
+            )
+        prompts += new
     loaded = _load(load, path)
     for name in names:
         make_methods(name, loaded)  # reject an invalid name before measuring anything
