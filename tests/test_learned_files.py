@@ -26,7 +26,7 @@ from lookahead.learning.hidden_states import collect
 from lookahead.learning.openings import CODE_FRAMES, CODE_TASKS, FRAMES, OTHERS, SHARES, TOPICS, opening
 from lookahead.learning.self_text import Writer
 from lookahead.learning.table_learner import Goal, Learner
-from lookahead.learning.text_parts import ANSWER, KINDS, LOCK_FILE, OWN_ANSWER, REQUEST, Folder, Text
+from lookahead.learning.text_parts import ANSWER, LOCK_FILE, OWN_ANSWER, REQUEST, Folder, Text
 from lookahead.learning.train_head import Training
 from lookahead.learning.train_settings import TrainSettings
 from lookahead.models.head_file import HeadWeights
@@ -146,15 +146,21 @@ def test_a_malformed_header_is_one_line(header, tmp_path):
         Folder(tmp_path)
 
 
-def test_a_template_that_rejects_a_lone_user_turn_is_one_line(tmp_path):
+def test_a_template_that_rejects_or_drops_a_lone_user_turn_is_one_line(tmp_path):
     def reject(chat, tokenize):
         raise ValueError("a system turn must come first")
 
-    tokenizer = SimpleNamespace(chat_template="x", apply_chat_template=reject)
-    with pytest.raises(
-        SettingsError, match="rejects a chat of one user message: a system turn must come first"
+    def drop(chat, tokenize):
+        parts = [part["text"] for turn in chat for part in turn["content"] if isinstance(part, dict)]
+        return f"<user>{''.join(parts)}<assistant>"
+
+    for template, message in (
+        (reject, "rejects a chat of one user message: a system turn must come first"),
+        (drop, "must repeat the text of a user message, and it gave '<user><assistant>'; its messages may"),
     ):
-        Writer(SimpleNamespace(tokenizer=tokenizer), Folder(tmp_path))
+        tokenizer = SimpleNamespace(chat_template="x", apply_chat_template=template)
+        with pytest.raises(SettingsError, match=message):
+            Writer(SimpleNamespace(tokenizer=tokenizer), Folder(tmp_path))
 
 
 class SmallEngine:
@@ -252,7 +258,7 @@ def test_held_out_texts_are_of_all_kinds(tmp_path):
         texts += [text(number, kind, 0.8 if kind == REQUEST else temperature, length=2) for kind in kinds]
     held_out = head_positions(tmp_path, texts).held_out
     out = [each for each, held in zip(texts, held_out, strict=True) if held]
-    assert {each.kind for each in out} == set(range(len(KINDS)))
+    assert {each.kind for each in out} == {ANSWER, REQUEST, OWN_ANSWER}
     for kind in (ANSWER, OWN_ANSWER):
         assert {each.temperature for each in out if each.kind == kind} == {0.0, 0.8}
     assert {kind_of(opening(each.number)) for each in out if each.kind == ANSWER} == {
@@ -297,7 +303,10 @@ def test_a_checkpoint_belongs_to_its_states_and_keeps_its_dtype(tmp_path, monkey
     positions.states = [1.5 * positions.states[0]]
     other = training(tmp_path, positions)
     assert other.step == 0
-    assert "the checkpoint belongs to different text" in other.notes[-1]
+    assert f"from the beginning; {tmp_path} keeps 1 checkpoint of other text or settings" in other.notes[-1]
+    other._save()
+    assert first.file.read_bytes() == kept, "an interrupt at once must not replace the other's work"
+    assert training(tmp_path, positions).notes[1:] == []
 
 
 def head(kinds=GREEDY_GUESSES):

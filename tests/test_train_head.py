@@ -155,7 +155,7 @@ def test_collected_states_are_those_of_the_model(path, prompt, monkeypatch):
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-def test_damaged_states_are_computed_again_and_a_damaged_checkpoint_is_said(chats):
+def test_damaged_states_are_computed_again_and_a_damaged_checkpoint_is_said(chats, monkeypatch):
     learner = HeadLearner(lookahead.load(chats), TOKENS, TrainSettings(width=64, epochs=1))
     learner.run()
     (states,) = learner.folder.glob("part-*.npy")
@@ -163,11 +163,13 @@ def test_damaged_states_are_computed_again_and_a_damaged_checkpoint_is_said(chat
     states.write_bytes(before[:1000])
     collect(learner._target, 64, learner.texts, learner.folder)
     assert states.read_bytes() == before
-    checkpoint = learner.folder / "checkpoint.safetensors"
+    assert not list(learner.folder.glob("checkpoint*")), "the head is saved"
+    _interrupt_after(monkeypatch, Training, "_train", 1)
+    with pytest.raises(KeyboardInterrupt):
+        learner.run()
+    (checkpoint,) = learner.folder.glob("checkpoint-*.safetensors")
     checkpoint.write_bytes(b"x" * 40)
-    with pytest.raises(
-        SettingsError, match=r"checkpoint.safetensors is not a valid checkpoint .*; delete it"
-    ):
+    with pytest.raises(SettingsError, match=rf"{checkpoint.name} is not a valid checkpoint .*; delete it"):
         learner.run()
 
 
@@ -222,11 +224,25 @@ def test_a_loss_that_is_not_finite_ends_the_training(tmp_path):
     assert training.step == 0
 
 
-def test_other_settings_start_from_the_beginning(chats):
-    assert command(chats)[0] == 0
-    code, _, err = command(chats, "--levels", 1)
+def test_other_settings_start_from_the_beginning_and_the_first_ones_continue(chats, monkeypatch):
+    train = Training._train
+    _interrupt_after(monkeypatch, Training, "_train", 3)
+    assert command(chats)[0] == 130
+    monkeypatch.setattr(Training, "_train", train)
+    notes = []
+    learner = HeadLearner(lookahead.load(chats), 10, TrainSettings(width=64, levels=1), note=notes.append)
+    assert learner.run().about["steps"] > 0
+    assert "training starts from the beginning; " in notes[-1]
+    assert " keeps 1 checkpoint of other text or settings, which can be deleted" in notes[-1]
+    assert notes[0].startswith(
+        f"training on all {learner.texts.tokens:,} tokens of earlier runs, more than the 10"
+    )
+    steps = []
+    monkeypatch.setattr(Training, "_train", lambda self, starts: steps.append(self.step) or 1.0)
+    code, _, err = command(chats)
     assert code == 0
-    assert "the checkpoint belongs to different text or settings; training starts from the beginning" in err
+    assert steps[0] == 3
+    assert "from the beginning" not in err
 
 
 def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatch):
@@ -236,6 +252,9 @@ def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatc
     (tmp_path / "file").write_text("")
     refused("must be a writable folder", *OPTIONS, chats, "--output", tmp_path / "file" / "head")
     refused("--output must be a file, got the folder", *OPTIONS, chats, "--output", tmp_path)
+    refused(
+        "--output must be a file, got the device or pipe /dev/null", *OPTIONS, chats, "--output", "/dev/null"
+    )
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patched:
         patched.setattr(hidden_states.shutil, "disk_usage", lambda path: usage(1 << 30, 0, 255 << 20))

@@ -35,14 +35,14 @@ class HeadLearner:
 
     Args:
         llm: the model, with a tokenizer.
-        tokens: number of tokens of text; if fewer are saved, the rest is written first.
+        tokens: number of tokens of text; if fewer are saved, the rest is written first, if more are, all are used.
         settings: of the training.
         output: the file of the head; None for the one that ``head="auto"`` finds.
         note: called with messages for the user, one line each.
 
     Attributes:
         texts: the saved text.
-        folder: the folder of the hidden states (2 bytes per number) and the checkpoint.
+        folder: the folder of the hidden states (2 bytes per number) and the checkpoints.
 
     Raises:
         SettingsError: the model does not provide hidden states or has no tokenizer, a folder cannot be written, the
@@ -100,6 +100,10 @@ class HeadLearner:
         # Write the missing text.
         kept = self.texts.tokens
         missing = self._tokens - kept
+        if missing < 0:
+            self._note(
+                f"training on all {kept:,} tokens of earlier runs, more than the {self._tokens:,} requested"
+            )
         if missing > 0:
 
             def written(count: int, seconds: float) -> None:
@@ -136,4 +140,5 @@ class HeadLearner:
             head.save(self.output)
         except OSError as error:
             raise not_writable(self.output, error, CONTINUES, "file") from None
+        training.file.unlink(missing_ok=True)
         return head

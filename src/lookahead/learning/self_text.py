@@ -112,8 +112,9 @@ def check_folder(folder: Path) -> None:
 
 def check_output(file: Path) -> None:
     """Raise SettingsError unless the file can be written, to be called before hours of work."""
-    if file.is_dir():
-        raise SettingsError(f"--output must be a file, got the folder {file}")
+    if file.exists() and not file.is_file():
+        kind = "folder" if file.is_dir() else "device or pipe"
+        raise SettingsError(f"--output must be a file, got the {kind} {file}; give another path")
     check_folder(file.absolute().parent)
     if file.is_file() and file.stat().st_size and not _was_learned(file):
         raise SettingsError(
@@ -205,7 +206,13 @@ class Writer:
             raise SettingsError(
                 f"the model's chat template rejects a chat of one user message: {first_line(error)}"
             ) from None
-        return text.partition(_MARK)[0]
+        before, mark, _ = text.partition(_MARK)
+        if not mark:
+            raise SettingsError(
+                f"the model's chat template must repeat the text of a user message, and it gave {text[:60]!r}; its "
+                "messages may have to be lists of parts, which this command does not write"
+            )
+        return before
 
     def write(
         self,

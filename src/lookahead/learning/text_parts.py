@@ -2,7 +2,7 @@
 
 A part is a numpy archive (.npz, no pickled objects) of the texts that ended since the last part:
 
-    numbers (n,), kinds (n,), temperatures (n,)    of each text; kinds index ``KINDS``
+    numbers (n,), kinds (n,), temperatures (n,)    of each text; kinds are ``ANSWER``, ...
     prompts (n,), lengths (n,)                     numbers of tokens of its prompt and its completion
     tokens (total,) int32                          prompt, completion, next prompt, ...
     ids (positions, TOP) int32                     the best tokens at each position of the completions, best first
@@ -31,8 +31,8 @@ from ..core.errors import first_line
 from ..drafters.adaptive.state import MALFORMED
 from ..records import not_writable
 
-#: An answer to a request from ``openings``, a request written by the model, the model's answer to such a request.
-KINDS = ("answer", "request", "own answer")
+#: The kinds of texts: an answer to a request from ``openings``, a request written by the model, the model's answer to
+#: such a request.
 ANSWER, REQUEST, OWN_ANSWER = range(3)
 #: Number of best tokens saved per position.
 TOP = 16
@@ -44,7 +44,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.E
 
 @dataclass(slots=True)
 class Text:
-    """One text. ``kind`` indexes ``KINDS``; ``ids`` and ``logprobs`` have a row for each token of the completion."""
+    """One text. ``kind`` is ``ANSWER`` or another kind; ``ids`` and ``logprobs`` have a row for each new token."""
 
     number: int
     kind: int

@@ -14,11 +14,12 @@ et al., 2015). ``head_data`` holds out every twentieth text and counts how often
 
 Training is a function of the text, the states, the settings and the dtype of its matrix products, which is the faster
 one on the device where it begins. Every minute and on interruption, it saves a checkpoint, including the dtype, from
-which the next run continues.
+which the next run continues. Checkpoints of different text or settings are different files.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -70,10 +71,11 @@ class Training:
         embed, output: (tokens) -> the model's embeddings and output rows, fp32 (n, hidden).
         vocabulary: V.
         settings: see ``TrainSettings``.
-        folder: the folder of the checkpoint.
+        folder: the folder of the checkpoints.
         device: torch's name of the device.
 
     Attributes:
+        file: the checkpoint.
         step, steps: steps done, and all steps.
         notes: messages for the caller, one line each.
 
@@ -95,7 +97,6 @@ class Training:
         self.settings = settings
         self.vocabulary = vocabulary
         self.device = torch.device(device)
-        self.file = folder / "checkpoint.safetensors"
         self.notes: list[str] = []
 
         # The shortlist and the training data.
@@ -136,13 +137,15 @@ class Training:
         self.seconds = 0.0
         self._loss = 0.0
         self._dtype = _fast_dtype(self.device)
+        self.file = folder / f"checkpoint-{self._identity}.safetensors"
         self._load()
 
     @cached_property
     def _identity(self) -> str:
-        """The settings and data that a checkpoint must match."""
+        """A digest of the settings and data that a checkpoint must match."""
         data = [len(self.positions), len(self.starts), len(self.shortlist), *self._output.shape]
-        return json.dumps({"settings": asdict(self.settings), "data": data, "states": self.positions.digest})
+        identity = {"settings": asdict(self.settings), "data": data, "states": self.positions.digest}
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
 
     def run(self, progress: Callable[[Progress], None] = lambda progress: None) -> None:
         """Train to the end. An exception, such as KeyboardInterrupt, saves a checkpoint first."""
@@ -271,8 +274,8 @@ class Training:
         for name, value in self.network.named_parameters():
             moments = self._optimizer.state.get(value, {})
             tensors |= {f"{key}.{name}": moments[key] for key in ("exp_avg", "exp_avg_sq") if key in moments}
-        texts = {"identity": self._identity, "step": str(self.step), "seconds": str(self.seconds)}
-        texts |= {"loss": str(self._loss), "dtype": str(self._dtype).removeprefix("torch.")}
+        texts = {"step": str(self.step), "seconds": str(self.seconds), "loss": str(self._loss)}
+        texts["dtype"] = str(self._dtype).removeprefix("torch.")
         content = save({name: value.contiguous() for name, value in tensors.items()}, texts)
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -286,15 +289,16 @@ class Training:
         from safetensors import SafetensorError, safe_open
 
         if not self.file.exists():
+            others = len(list(self.file.parent.glob("checkpoint*.safetensors")))
+            if others:
+                self.notes.append(
+                    f"training starts from the beginning; {self.file.parent} keeps {others} "
+                    f"checkpoint{'s' * (others > 1)} of other text or settings, which can be deleted"
+                )
             return
         try:
             with safe_open(self.file, "pt", device=str(self.device)) as file:
                 texts = file.metadata() or {}
-                if json.loads(texts["identity"]) != json.loads(self._identity):
-                    self.notes.append(
-                        "the checkpoint belongs to different text or settings; training starts from the beginning"
-                    )
-                    return
                 dtype = DTYPES[texts["dtype"]]
                 step = int(texts["step"])
                 for name, parameter in self.network.named_parameters():
