@@ -148,7 +148,7 @@ def test_hits_are_counted_on_texts_that_were_held_out(given):
     many = list(texts(200))
     trie, counts, learned = build(many, V)
     places = Places.of(many)
-    assert learned == len(places.tokens)
+    assert learned == len(places)
     assert 0 < places.held_out.sum() < learned / 5
     for hits, trials in counts.values():
         assert trials.sum() > 100

@@ -19,6 +19,7 @@ from ..core import SettingsError
 from ..drafters.adaptive.calibration import GREEDY_GUESSES, PROBABILITIES, SAMPLED_GUESSES
 from ..drafters.adaptive.memory import GUESSES
 from ..drafters.adaptive.sources.light_head import sampled_guess_kinds
+from .self_text import TEMPERATURE
 from .table import limited
 from .text_parts import read_part
 
@@ -30,8 +31,6 @@ HELD_OUT = 20
 MEASURED = 20_000
 #: The k of each top-k accuracy.
 BEST = (1, 2, 4, 8)
-#: The temperature of the sampled counts.
-TEMPERATURE = 0.8
 
 
 class Positions:

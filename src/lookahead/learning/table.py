@@ -49,7 +49,6 @@ class Places:
     Attributes:
         contexts: (n, 3) int64, the last three tokens.
         ids, probabilities: (n, READ), the target's best tokens and their probabilities.
-        tokens: (n,), the chosen tokens.
         greedy: (n,), whether the text is greedy.
         held_out: (n,), whether the text is held out.
     """
@@ -57,14 +56,13 @@ class Places:
     contexts: Array
     ids: Array
     probabilities: Array
-    tokens: Array
     greedy: Array
     held_out: Array
 
     @classmethod
     def of(cls, texts: Iterable[Text]) -> Places:
         """The positions of these texts."""
-        contexts, ids, probabilities, tokens, greedy, held_out = ([] for _ in range(6))
+        contexts, ids, probabilities, greedy, held_out = ([] for _ in range(5))
         for text in texts:
             whole = np.array([*text.prompt, *text.completion], np.int64)
             start = len(text.prompt)
@@ -77,16 +75,18 @@ class Places:
             contexts.append(windows[first : first + count])
             ids.append(text.ids[skipped:, :READ])
             probabilities.append(np.exp(text.logprobs[skipped:, :READ].astype(np.float32)))
-            tokens.append(whole[start + skipped :])
             greedy.append(np.full(count, text.temperature == 0))
             held_out.append(np.full(count, text.number // HELD_OUT % HELD_OUT == HELD_OUT - 1))
         if not contexts:
             empty = np.zeros((0, READ))
             return cls(
-                np.zeros((0, ORDERS), np.int64), empty.astype(np.int32), empty, *[np.zeros(0, bool)] * 3
+                np.zeros((0, ORDERS), np.int64), empty.astype(np.int32), empty, *[np.zeros(0, bool)] * 2
             )
-        parts = (contexts, ids, probabilities, tokens, greedy, held_out)
+        parts = (contexts, ids, probabilities, greedy, held_out)
         return cls(*(np.concatenate(part) for part in parts))
+
+    def __len__(self) -> int:
+        return len(self.contexts)
 
     def where(self, chosen: Array) -> Places:
         """The chosen positions."""
@@ -133,7 +133,7 @@ def _means(groups: Array, ids: Array, weights: Array, vocabulary: int, count: in
 def levels_of(places: Places, vocabulary: int) -> list[Level]:
     """The entries of all contexts of one, two and three tokens."""
     levels = list[Level]()
-    keys = np.zeros(len(places.tokens), np.int64)
+    keys = np.zeros(len(places), np.int64)
     digit = 1
     for order in range(ORDERS):
         keys = keys + places.contexts[:, ORDERS - 1 - order] * digit
@@ -234,7 +234,7 @@ def count_kinds(trie: Trie, places: Places) -> dict[str, tuple[Array, Array]]:
     """(hits, trials) of the table's buckets at these positions, by "greedy" and "sampled"."""
     greedy, sampled = ((np.zeros(prod(axes)), np.zeros(prod(axes))) for axes in BASE_AXES)
     random = np.random.default_rng(0)
-    for index in range(min(len(places.tokens), MOST_PLACES)):
+    for index in range(min(len(places), MOST_PLACES)):
         before, previous, last = places.contexts[index].tolist()
         node = base_table.find_entry(trie, before, previous, last)
         if node < 0:
@@ -285,10 +285,10 @@ def build(
         SettingsError: there is too little text.
     """
     places = Places.of(texts)
-    if places.held_out.all() or not len(places.tokens):
+    if places.held_out.all():  # also if there are none
         raise SettingsError(
-            f"a table needs more of the model's own text, got {len(places.tokens)} tokens; learn longer"
+            f"a table needs more of the model's own text, got {len(places)} tokens; learn longer"
         )
     trial = trie_of(levels_of(places.where(~places.held_out), vocabulary), vocabulary, most)
     counts = count_kinds(trial, places.where(places.held_out))
-    return trie_of(levels_of(places, vocabulary), vocabulary, most), counts, len(places.tokens)
+    return trie_of(levels_of(places, vocabulary), vocabulary, most), counts, len(places)
