@@ -33,7 +33,7 @@ import lookahead
 from lookahead.bench.methods import ModelUnderTest, RunOptions
 from lookahead.bench.record import environment, require_one_origin
 from lookahead.bench.report import markdown_table
-from lookahead.core import Drafter
+from lookahead.core import Drafter, LookaheadError
 from lookahead.drafters import Adaptive, Lookahead, Plain, PromptLookup
 from lookahead.learning.text_parts import Folder
 from lookahead.records import RecordWriter, read_records
@@ -145,7 +145,7 @@ def require_weights(files: dict[str, Path | None]) -> None:
     for method, file in files.items():
         if file is None or not file.is_file():
             raise SystemExit(
-                f"{method} needs a file of trained weights, got {file}; train it or leave it out of --methods"
+                f"error: {method} needs a file of trained weights, got {file}; train it or leave it out of --methods"
             )
 
 
@@ -364,7 +364,7 @@ def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     return [*text, "## Beside the published figures", "", DIFFERENCES[0], "", DIFFERENCES[1]]
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("model", nargs="?", help="default: the library's default model")
@@ -379,10 +379,21 @@ def main() -> None:
     add("--new-tokens", type=int, default=128)
     add("--records", type=Path, default=Path("build/results/trained.jsonl"))
     add("--out", type=Path, default=Path("docs/results/trained"))
-    args = parser.parse_args()
+    args = parser.parse_args(words)
+    for option, given, known in (("--methods", args.methods, ABOUT), ("--rows", args.rows, PAPER)):
+        unknown = [each for each in given if each not in known]
+        if unknown:
+            parser.error(f"{option} must be some of {', '.join(map(str, known))}, got {unknown[0]}")
     args.records.parent.mkdir(parents=True, exist_ok=True)
-    lines = measure(args)
-    require_one_origin(lines)
+    try:
+        lines = measure(args)
+        require_one_origin(lines)
+    except LookaheadError as error:
+        raise SystemExit(f"error: {error}") from None
+    if not lines:
+        raise SystemExit(
+            f"error: {args.records} must have records of these options for --page-only; measure first, without it"
+        )
     print(
         write_page(
             args.out,

@@ -133,6 +133,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--records", type=Path, default=Path("build/results/vllm"))
     parser.add_argument("--out", type=Path, default=Path("docs/results/vllm"))
     arguments = parser.parse_args(words)
+    if arguments.limit < 1:
+        parser.error(f"--limit must be at least 1, got {arguments.limit}")
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     prompts = [
         (name, prompt.tokens(tokenizer)[: arguments.longest - arguments.tokens - 1])
@@ -220,4 +222,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except LookaheadError as error:
+        sys.exit(f"error: {error}")

@@ -1,6 +1,7 @@
 """Drafters used only for comparison (``benchmarks/drafters``): none of them changes the output."""
 
 import json
+import re
 import sys
 from argparse import Namespace
 from types import SimpleNamespace
@@ -349,3 +350,28 @@ def test_other_text_is_another_datastore(tmp_path, monkeypatch):
 def test_a_sampled_token_may_be_larger_than_all_best_tokens():
     positions = SimpleNamespace(ids=np.array([[2, 1]]), tokens=np.array([5, 2]))
     assert places_in(np.array([2, 5]), positions).tolist() == [-1, -1, 0, -1, -1, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--methods", "adaptive,medussa"], "--methods must be some of adaptive, .*, got medussa"),
+        (["--rows", "4,5"], "--rows must be some of 4, 8, 16, 64, got 5"),
+        (
+            ["--page-only"],
+            "error: .*none.jsonl must have records of these options for --page-only; measure first",
+        ),
+    ],
+)
+def test_what_the_page_of_trained_drafters_cannot_do_is_one_line(
+    words, message, tmp_path, monkeypatch, capsys
+):
+    llm = SimpleNamespace(name="a model", dtype="float32", model=None)
+    monkeypatch.setattr(trained.lookahead, "load", lambda path: llm)
+    monkeypatch.setattr(trained, "find_head", lambda model: None)
+    monkeypatch.setattr(trained, "prompts_of", lambda data, size: {"prose": []})
+    words = ["--data", "data", "--text", "text", "--records", str(tmp_path / "none.jsonl"), *words]
+    with pytest.raises(SystemExit) as ended:
+        trained.main(words)
+    said = capsys.readouterr().err.splitlines()[-1] if ended.value.code == 2 else ended.value.code
+    assert re.search(message, said)
