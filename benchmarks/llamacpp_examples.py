@@ -23,9 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
-
 import lookahead
+from lookahead.bench.methods import RunOptions
 from lookahead.bench.record import Record, environment
 from lookahead.bench.report import markdown_table
 from lookahead.cli.bench import command_line
@@ -33,10 +32,10 @@ from lookahead.core import SettingsError
 
 from .datasets import load_workload
 from .llamacpp_build import build_of
-from .llamacpp_server import draft_options
+from .llamacpp_server import answers, steps_of
 from .page import write_page
 from .paper import committed
-from .serve import running
+from .servers import exit_on_signals
 
 #: What we measure on llama.cpp. The triple is the one compiled into llama-lookahead.
 OURS = ("plain", "adaptive", "prompt_lookup", "15,5,15")
@@ -46,7 +45,8 @@ OWN_PATH = ("plain", "adaptive")
 METHODS = {"ours": OURS, "ours, CPU path": OWN_PATH}
 BENCH = "llama-bench, plain"
 #: Drafting modes of llama-server, with their numbers (``draft_options``). The defaults look up 12 or 24 tokens and
-#: draft about 48, for long repeated passages; the others look up and draft few, as ours do.
+#: draft about 48, for long repeated passages; the others look up and draft few, as ours do. The last mode, and the
+#: last with its defaults, were the fastest so far.
 MODES = (
     "none",
     "ngram-simple",
@@ -54,12 +54,14 @@ MODES = (
     "ngram-map-k",
     "ngram-map-k 3,8",
     "ngram-map-k4v",
+    "ngram-cache",
     "ngram-mod",
     "ngram-mod 6,2,8",
-    "ngram-cache",
 )
 #: llama-lookup's numbers of drafted tokens; None is its default.
 LOOKUPS = (None, 8)
+#: Beginning of the names of the server's modes.
+SERVER = "llama-server, "
 #: {tokens}: the largest number of new tokens of a completion.
 ABOUT = (
     "Greedy; the same file, prompts and threads for each, and at most {tokens} new tokens per completion, which "
@@ -159,27 +161,10 @@ def program_if_there(folder: Path, name: str) -> str | None:
         return None
 
 
-def served(
-    arguments: argparse.Namespace, path: str, mode: str, prompts: Sequence[list[int]]
-) -> list[dict[str, Any]]:
-    """llama-server's answers to the prompts in one of ``MODES``, after one uncounted request."""
-    command = [path, "-m", str(arguments.model), "-t", str(arguments.threads), "-c", "4096", "-np", "1"]
-    kind, _, numbers = mode.partition(" ")
-    command += draft_options(kind, numbers)
-    body = {"temperature": 0, "n_predict": arguments.tokens, "cache_prompt": False, "return_tokens": True}
-    with running(command, "/health") as address, httpx.Client(base_url=address, timeout=600) as client:
-        answers = [
-            client.post("/completion", json=body | {"prompt": ids}).raise_for_status().json()
-            for ids in (prompts[0][:8], *prompts)
-        ]
-    return answers[1:]
-
-
 def cost_of_answer(answer: dict[str, Any]) -> Cost:
     """The cost reported by llama-server. The first token comes from the prefill and is not counted."""
     timings = answer["timings"]
-    tokens = timings["predicted_n"] - 1
-    return tokens, tokens - timings.get("draft_n_accepted", 0), timings["predicted_ms"] / 1e3
+    return timings["predicted_n"] - 1, steps_of(timings), timings["predicted_ms"] / 1e3
 
 
 def measure(
@@ -229,9 +214,13 @@ def measure(
             for name, run in theirs.items():
                 yield record(name, number, run(text, len(ids)), None)
         # llama.cpp's server, whose modes are compared with its own plain decoding.
+        options = RunOptions(arguments.tokens)
         for mode in MODES if server is not None else ():
-            for number, answer in enumerate(served(arguments, str(server), mode, prompts)):
-                yield record(f"llama-server, {mode}", number, cost_of_answer(answer), answer["tokens"])
+            found = answers(
+                str(server), arguments.model, arguments.threads, mode.replace(" ", ":"), prompts, options
+            )
+            for number, answer in enumerate(found):
+                yield record(f"{SERVER}{mode}", number, cost_of_answer(answer), answer["tokens"])
 
 
 def tables(records: Sequence[Record]) -> dict[str, list[list[str]]]:
@@ -276,6 +265,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=1, help="number of times each prompt is decoded")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="page, JSON and records, as a path without the suffix")
+    exit_on_signals()
     arguments = parser.parse_args(words)
     load = partial(lookahead.load, arguments.model, threads=arguments.threads)
     engines = {"ours": load(engine="llama.cpp"), "ours, CPU path": load()}

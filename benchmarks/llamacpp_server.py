@@ -1,4 +1,4 @@
-"""llama.cpp's own server as a method of the benchmark; a native build is faster than the package llama-cpp-python.
+"""llama.cpp's own server as a method of the benchmark, in a native build; its Python package is slower.
 At a temperature above 0, it draws from the whole vocabulary, as our methods do.
 
     llamacpp-server                plain decoding of the GGUF file that the model was read from
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import accumulate
@@ -29,9 +29,9 @@ import torch
 from lookahead.bench.methods import Method, ModelUnderTest, Outcome, RunOptions
 from lookahead.core import SettingsError
 
-from .gguf_peer import MissingPackage, outcome_of
 from .llamacpp_build import build_of
-from .serve import running
+from .outcomes import MissingPackage, outcome_of
+from .servers import started_llamacpp
 
 LLAMA_SERVER = "llamacpp-server"
 #: Tokens of context.
@@ -105,12 +105,8 @@ class LlamaServer(Method):
         self.file = Path(file)
         self.label = ":".join([LLAMA_SERVER, self.file.name, *([self.mode] if self.mode else [])])
         self.settings = {"llama.cpp": build_of(program)}
-        threads = torch.get_num_threads()
-        self._words = [str(program), "--model", file, "--threads", str(threads), "--ctx-size", str(CONTEXT)]
-        self._words += ["--parallel", "1", "--no-webui"]
-        if self.mode:
-            kind, _, numbers = self.mode.partition(":")
-            self._words += draft_options(kind, numbers)
+        self._program = program
+        draft_options(*self.mode.split(":", 1))  # raises an error before anything is measured
         self._client: httpx.Client | None = None
 
     def comparable(self, options: RunOptions) -> bool:
@@ -126,19 +122,36 @@ class LlamaServer(Method):
                 "new ones; leave the prompt out"
             )
         if self.mode:
-            with (
-                running(self._words, "/health") as address,
-                httpx.Client(base_url=address, timeout=600) as own,
-            ):
-                # Not counted, because the first pass of a server is slower.
-                complete(own, prompt[:8], replace(options, max_new_tokens=8))
-                answer = complete(own, prompt, options)
+            (answer,) = answers(
+                self._program, self.file, torch.get_num_threads(), self.mode, [prompt], options
+            )
         else:
             if self._client is None:
-                address = _open.enter_context(running(self._words, "/health"))
-                self._client = _open.enter_context(httpx.Client(base_url=address, timeout=600))
+                server = started_llamacpp(self._program, self.file, torch.get_num_threads(), CONTEXT)
+                self._client = _open.enter_context(
+                    httpx.Client(base_url=_open.enter_context(server), timeout=600)
+                )
             answer = complete(self._client, prompt, options)
         return outcome_of_answer(answer, len(prompt), min(model.eos, default=0))
+
+
+def answers(
+    program: Path | str,
+    file: Path | str,
+    threads: int,
+    mode: str,
+    prompts: Sequence[Sequence[int]],
+    options: RunOptions,
+) -> list[dict[str, Any]]:
+    """Answers of a new server in a mode, as in MODE or MODE:NUMBERS, to prompts of token ids."""
+    drafts = draft_options(*mode.split(":", 1))
+    with (
+        started_llamacpp(program, file, threads, CONTEXT, more=drafts) as address,
+        httpx.Client(base_url=address, timeout=600) as client,
+    ):
+        # Not counted, because the first pass of a server is slower.
+        complete(client, prompts[0][:8], replace(options, max_new_tokens=8))
+        return [complete(client, prompt, options) for prompt in prompts]
 
 
 def complete(client: httpx.Client, prompt: Sequence[int], options: RunOptions) -> dict[str, Any]:
@@ -151,6 +164,15 @@ def complete(client: httpx.Client, prompt: Sequence[int], options: RunOptions) -
     return answer
 
 
+def steps_of(timings: Mapping[str, Any]) -> int:
+    """The passes after the prompt that llama-server reports. The first token comes from the prefill.
+
+    A drafted end token counts as accepted, and its pass has no other token.
+    """
+    count = int(timings["predicted_n"])
+    return max(count - 1 - int(timings.get("draft_n_accepted", 0)), min(1, count - 1))
+
+
 def outcome_of_answer(answer: dict[str, Any], prompt_tokens: int, eos: int) -> Outcome:
     """The cost that llama-server reports. The first token comes from the prefill."""
     timings = answer["timings"]
@@ -159,8 +181,7 @@ def outcome_of_answer(answer: dict[str, Any], prompt_tokens: int, eos: int) -> O
         *answer["tokens"],
         *[eos] * (count - len(answer["tokens"])),
     ]  # some versions return no end token
-    # If the end token was drafted, it counts as accepted, and the pass has no other token.
-    steps = max(count - 1 - int(timings.get("draft_n_accepted", 0)), min(1, count - 1))
+    steps = steps_of(timings)
     rows = shares(steps + int(timings.get("draft_n", 0)), steps)
     sizes = [1, *shares(count - 1, steps)]
     prefill = timings["prompt_ms"] / 1e3

@@ -15,25 +15,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 
-from lookahead.bench.methods import ModelUnderTest, Outcome, RunOptions
+from lookahead.bench.methods import Method, ModelUnderTest, Outcome, RunOptions
 from lookahead.core import SettingsError
 
-from .gguf_peer import LOOKUP_TOKENS, GGUFPeer, outcome_of
+from .outcomes import LOOKUP_TOKENS, MissingPackage, outcome_of
 
 OPENVINO = ("openvino-greedy", "openvino-lookup")
+PACKAGE = "openvino-genai"
 #: The longest n-gram of its prompt lookup; the example in its documentation.
 NGRAM = 3
 #: Precisions of its computation that may be asked for, as OpenVINO names them.
 PRECISIONS = ("f32", "bf16")
 
 
-class OpenVino(GGUFPeer):
+class OpenVino(Method):
     """Greedy decoding by OpenVINO GenAI; the names are in ``OPENVINO``.
 
     Args:
@@ -43,14 +46,25 @@ class OpenVino(GGUFPeer):
         model: the model under test.
 
     Raises:
-        SettingsError: as in ``GGUFPeer``, or the settings are others.
+        MissingPackage: the package is not installed.
+        SettingsError: the file is missing, or the settings are others.
     """
 
-    package = "openvino-genai"
-
     def __init__(self, name: str, given: str, model: ModelUnderTest) -> None:
+        try:
+            self.settings = {PACKAGE: version(PACKAGE)}
+        except PackageNotFoundError:
+            raise MissingPackage(
+                f"{name} needs {PACKAGE}, which is not installed: pip install {PACKAGE}"
+            ) from None
         file, _, settings = given.partition(":")
-        super().__init__(name, file, model)
+        gguf = file or model.gguf
+        if gguf is None or not Path(gguf).is_file():
+            raise SettingsError(f"{name} needs a GGUF file, got {gguf or model.name}; give it as {name}:FILE")
+        self.file = Path(gguf)
+        self.lookup = name.endswith("-lookup")
+        self.label = f"{name}:{self.file.name}"
+        self.engine: Any = None  # loaded for the first prompt
         self.tokens, self.ngram, self.precision = LOOKUP_TOKENS, NGRAM, ""
         if not settings:
             return
@@ -69,6 +83,10 @@ class OpenVino(GGUFPeer):
             self.tokens, self.ngram = int(pair[1]), int(pair[2])
         self.label += f":{settings}"
 
+    def comparable(self, options: RunOptions) -> bool:
+        """Never, because it rounds differently."""
+        return False
+
     def _load(self) -> Any:
         from openvino_genai import LLMPipeline
 
@@ -83,7 +101,8 @@ class OpenVino(GGUFPeer):
             raise SettingsError(f"{self.label}: OpenVINO GenAI cannot read this file: {error}") from None
 
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
-        self.check_greedy(options)
+        if options.temperature:
+            raise SettingsError(f"{self.label} is greedy, got temperature {options.temperature:g}")
         import openvino
         from openvino_genai import GenerationConfig, StreamerBase, StreamingStatus, TokenizedInputs
 

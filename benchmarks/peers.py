@@ -1,12 +1,10 @@
 """Other libraries' decoding alongside ours, with the same counters (``lookahead.bench.methods``).
 
-    hf-greedy, hf-sample          ``model.generate`` of transformers
+    hf-greedy                     ``model.generate`` of transformers
     hf-prompt-lookup              its prompt lookup, 10 tokens
     hf-compiled                   greedy, compiled by ``torch.compile``, with a static KV cache
-    hf-assisted:PATH              its speculative decoding with the draft model at PATH (arXiv 2211.17192)
-    llamacpp-greedy[:FILE]        llama.cpp on the GGUF file of the model, or on FILE (see ``benchmarks.llamacpp``)
-    llamacpp-lookup[:FILE]        its prompt lookup, 10 tokens
-    llamacpp-server[:FILE[:MODE]] llama.cpp's own server (see ``benchmarks.llamacpp_server``)
+    llamacpp-server[:FILE[:MODE]] llama.cpp's own server on the GGUF file of the model, or on FILE, without drafts, or
+                                  in a mode of drafting (see ``benchmarks.llamacpp_server``)
     openvino-greedy[:FILE[:f32]]  OpenVINO GenAI on a GGUF file (see ``benchmarks.openvino``), computing in float32
     openvino-lookup[:FILE[:T,N]]  its prompt lookup, T tokens (10), n-grams of at most N (3)
 
@@ -22,21 +20,19 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, StaticCache
+from transformers import CompileConfig, GenerationConfig, StaticCache
 
 from lookahead.bench import methods
 from lookahead.bench.methods import Drafted, Method, ModelUnderTest, Outcome, RunOptions
 from lookahead.core import SettingsError
 
-from .gguf_peer import LOOKUP_TOKENS, MissingPackage, outcome_of
-from .llamacpp import LLAMA_CPP, LlamaCpp
 from .llamacpp_server import LLAMA_SERVER, LlamaServer
 from .openvino import OPENVINO, OpenVino
+from .outcomes import LOOKUP_TOKENS, MissingPackage, outcome_of
 from .page import reason_of
 
 COMPILED = "hf-compiled"
-HUGGING_FACE = ("hf-greedy", "hf-sample", "hf-prompt-lookup", COMPILED)
-ASSISTED = "hf-assisted"
+HUGGING_FACE = ("hf-greedy", "hf-prompt-lookup", COMPILED)
 #: The file that has the label of another library's method while it decodes.
 DECODING = "decoding"
 
@@ -54,19 +50,15 @@ def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Me
         SettingsError: the name is unknown, a setting is out of range, or a method lacks a requirement.
     """
     head, _, settings = name.partition(":")
-    if head in (*HUGGING_FACE, ASSISTED):
+    if head in HUGGING_FACE:
         if not isinstance(model.model, torch.nn.Module):
             raise SettingsError(
                 f"{head} needs a transformers model, and {model.name} in {model.dtype} is none; add --dtype bfloat16 "
                 "or float32, or leave the method out"
             )
-        if head == ASSISTED:
-            return [Assisted(settings, model)]
         if settings:
             raise SettingsError(f"{head} takes no settings, got {name!r}")
         return [Compiled() if head == COMPILED else HuggingFace(head)]
-    if head in LLAMA_CPP:
-        return [LlamaCpp(head, settings, model)]
     if head == LLAMA_SERVER:
         return [LlamaServer(settings, model)]
     if head in OPENVINO:
@@ -74,7 +66,7 @@ def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Me
     try:
         return methods.make_methods(name, model, warm)
     except SettingsError as error:
-        others = ", ".join((*HUGGING_FACE, f"{ASSISTED}:PATH", *LLAMA_CPP, LLAMA_SERVER, *OPENVINO))
+        others = ", ".join((*HUGGING_FACE, LLAMA_SERVER, *OPENVINO))
         raise SettingsError(f"{error}; methods of other libraries are {others}") from None
 
 
@@ -162,7 +154,7 @@ class Absent(Method):
 
 
 class HuggingFace(Method):
-    """``model.generate`` of transformers; a hook counts forward passes, a streamer counts tokens."""
+    """Greedy ``model.generate`` of transformers; a hook counts forward passes, a streamer counts tokens."""
 
     compilation: CompileConfig | None = None
 
@@ -170,30 +162,24 @@ class HuggingFace(Method):
         self.name = self.label = name
         self.settings = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if name == "hf-prompt-lookup" else {}
 
-    def comparable(self, options: RunOptions) -> bool:
-        """Only greedy completions, because transformers samples from another stream of random numbers."""
-        return not options.temperature and self.name != "hf-sample"
-
     def arguments(self, model: ModelUnderTest, length: int) -> dict[str, Any]:
         """Further arguments of ``generate`` for a sequence of at most ``length`` tokens with its prompt."""
         return {}
 
     def decode(self, model: ModelUnderTest, prompt: Sequence[int], options: RunOptions) -> Outcome:
         # The settings of generate.
+        if options.temperature:
+            raise SettingsError(f"{self.label} is greedy, got temperature {options.temperature:g}")
         eos = sorted(model.eos) or None
         config = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=options.max_new_tokens,
             eos_token_id=eos,
             pad_token_id=eos[0] if eos else 0,
-            do_sample=self.name == "hf-sample" or (options.temperature > 0 and self.name != "hf-greedy"),
-            **(self.settings if self.name == "hf-prompt-lookup" else {}),
+            do_sample=False,
+            **self.settings,
         )
         if self.compilation is not None:
             config.compile_config = self.compilation
-        if config.do_sample:
-            config.temperature = options.temperature or 1.0
-            config.top_k = options.top_k
-            config.top_p = 1.0
 
         # Count rows and tokens of every pass.
         rows: list[int] = []
@@ -216,7 +202,6 @@ class HuggingFace(Method):
         # Generate. The time ends when generate returns, not with the streamer's last call.
         ids = torch.tensor([list(prompt)], device=model.model.device)
         arguments = self.arguments(model, len(prompt) + options.max_new_tokens)
-        torch.manual_seed(options.seed)
         # A hook would be compiled with the model, again for each sequence.
         hook = (
             None if self.name == COMPILED else model.model.register_forward_pre_hook(count, with_kwargs=True)
@@ -265,43 +250,3 @@ class Compiled(HuggingFace):
             model.model.generate(ids, attention_mask=mask, past_key_values=self.cache, generation_config=few)
         self.cache.reset()
         return {"past_key_values": self.cache}
-
-
-class Assisted(HuggingFace):
-    """Speculative decoding of transformers: a draft model of the same vocabulary proposes, the target verifies.
-
-    Passes, rows and tokens are the target's; the draft model's passes count only in the times.
-
-    Args:
-        path: a directory or hub id of the draft model.
-        model: the target.
-
-    Raises:
-        SettingsError: there is no path, the draft model cannot be loaded, or it has another vocabulary.
-    """
-
-    def __init__(self, path: str, model: ModelUnderTest) -> None:
-        if not path:
-            raise SettingsError(
-                f"{ASSISTED} needs a draft model: give its directory or hub id as {ASSISTED}:PATH"
-            )
-        try:
-            self.draft_model = AutoModelForCausalLM.from_pretrained(path, dtype=model.model.dtype)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise SettingsError(
-                f"{ASSISTED}:{path} must name a model that transformers can load ({reason})"
-            ) from None
-        ours, theirs = (m.config.get_text_config().vocab_size for m in (model.model, self.draft_model))
-        if ours != theirs:
-            raise SettingsError(
-                f"the draft model of {ASSISTED} must have the target's vocabulary of {ours} tokens, "
-                f"{path} has {theirs}; give a smaller model of the same family"
-            )
-        super().__init__(ASSISTED)
-        self.draft_model = self.draft_model.to(model.model.device).eval()
-        self.label = f"{ASSISTED}:{Path(path).name}"
-        self.settings = {"draft_parameters": sum(p.numel() for p in self.draft_model.parameters())}
-
-    def arguments(self, model: ModelUnderTest, length: int) -> dict[str, Any]:
-        return {"assistant_model": self.draft_model}

@@ -32,11 +32,8 @@ LENGTHS = (128, 256)
 #: method in the records -> name in the README; other methods are on the page only
 NAMES = {
     LLAMA_SERVER: "llama.cpp's server",
-    "llamacpp-greedy": "llama.cpp",
-    "llamacpp-lookup": "llama.cpp prompt lookup",
     "openvino-greedy": "OpenVINO GenAI",
     "openvino-lookup": "OpenVINO GenAI prompt lookup",
-    "autoregressive": "ours, plain decoding",  # its name in earlier records
     "plain": "ours, plain decoding",
     "prompt-lookup": "ours, prompt lookup",
     "lookahead:15,5,15": "ours, lookahead (15,5,15), the paper's",
@@ -75,21 +72,18 @@ CHINESE = {
         r"在普通解码没有重复任何八个 token 的 \1/\2 个序列中，默认方法的 S 为 \3，速度是普通解码的 \4 倍："
         r"小模型会重复自己，这有利于草稿。"
     ),
-    r"llama\.cpp's own programs, built natively, are faster than its Python package in the table: at most (\d+) "
-    r"tokens/s in plain decoding and (\d+) with drafts \((.*?)\) on three data sets": (
-        r"llama.cpp 自带的程序（本机编译）比表中它的 Python 包快：在三个数据集上，普通解码最高每秒 \1 个 token，"
-        r"使用草稿最高 \2（\3）"
-    ),
     r"With drafts, llama\.cpp reaches at most (\d+) tokens/s \((.*?)\), and (\d+) without, on three data sets": (
         r"在三个数据集上，llama.cpp 使用草稿最高每秒 \1 个 token（\2），不用草稿最高 \3"
     ),
     r" Our plain decoding is (\S+) times as fast as llama\.cpp's server in (\S+) after prompts of fewer than (\d+) "
-    r"tokens, (\S+) times after (\d+) to (\d+), and (\S+) times after longer ones, because llama\.cpp slows down "
-    r"more with the context\. Over the (\d+) runs it reached (.*?) tokens/s, and llama\.cpp's server (.*?); the host "
-    r"is shared with other virtual machines\.": (
+    r"tokens, (\S+) times after (\d+) to (\d+), and (\S+) times after longer ones": (
         r"我们的普通解码速度 \1 倍于 llama.cpp 服务器（\2，提示词少于 \3 个 token 时），"
-        r"\4 倍（\5 到 \6 个时），更长时 \7 倍，因为 llama.cpp 随上下文变慢得更多。"
-        r"\8 次运行中，普通解码每秒 \9 个 token，llama.cpp 服务器 \10 个；主机上还有其他虚拟机。"
+        r"\4 倍（\5 到 \6 个时），更长时 \7 倍"
+    ),
+    r", because llama\.cpp slows down more with the context": "，因为 llama.cpp 随上下文变慢得更多",
+    r"\. Over the (\d+) runs plain decoding reached (.*?) tokens/s, and llama\.cpp's server (.*?); the host is "
+    r"shared with other virtual machines\.": (
+        r"。\1 次运行中，普通解码每秒 \2 个 token，llama.cpp 服务器 \3 个；主机上还有其他虚拟机。"
     ),
     r"\| equal \|": "| 一致 |",
     r"(\d+) of (\d+)": r"\1/\2",
@@ -238,20 +232,17 @@ def by_length(records: Sequence[Record]) -> str:
     )
     kind = Path(other).suffixes[-2][1:]
     first, last = LENGTHS
+    rises = ", because llama.cpp slows down more with the context" if ratios == sorted(ratios) else ""
     return (
         f"Our plain decoding is {ratios[0]:.2f} times as fast as llama.cpp's server in {kind} after prompts of fewer "
         f"than {first} tokens, {ratios[1]:.2f} times after {first} to {last - 1}, and {ratios[2]:.2f} times after "
-        f"longer ones, because llama.cpp slows down more with the context. Over the {len(repeats)} runs it reached "
-        f"{ours} tokens/s, and llama.cpp's server {theirs}; the host is shared with other virtual machines."
+        f"longer ones{rises}. Over the {len(repeats)} runs plain decoding reached {ours} tokens/s, and llama.cpp's "
+        f"server {theirs}; the host is shared with other virtual machines."
     )
 
 
-def own_programs(figures: dict[str, list[list[str]]], native: bool = False) -> str:
-    """The fastest of llama.cpp's own programs, plain and with drafts.
-
-    Args:
-        native: whether the table has its server, rather than its Python package.
-    """
+def own_programs(figures: dict[str, list[list[str]]]) -> str:
+    """The fastest of llama.cpp's own programs, plain and with drafts."""
 
     def best(drafts: bool) -> tuple[float, str]:
         plain = ("llama-bench, plain", "llama-server, none")
@@ -263,15 +254,9 @@ def own_programs(figures: dict[str, list[list[str]]], native: bool = False) -> s
         )
 
     (plain, _), (drafted, mode) = best(False), best(True)
-    if native:
-        return (
-            f"With drafts, llama.cpp reaches at most {drafted:.0f} tokens/s ({mode}), and {plain:.0f} without, on "
-            "three data sets ([the page](docs/results/llamacpp-examples.md))."
-        )
     return (
-        "llama.cpp's own programs, built natively, are faster than its Python package in the table: at most "
-        f"{plain:.0f} tokens/s in plain decoding and {drafted:.0f} with drafts ({mode}) on three data sets "
-        "([the page](docs/results/llamacpp-examples.md))."
+        f"With drafts, llama.cpp reaches at most {drafted:.0f} tokens/s ({mode}), and {plain:.0f} without, on three "
+        "data sets ([the page](docs/results/llamacpp-examples.md))."
     )
 
 
@@ -344,12 +329,11 @@ def with_blocks(text: str, words: Mapping[str, str] = MappingProxyType({})) -> s
         told = " ".join(filter(None, [slower(facts), elsewhere, without_loops(facts)]))
         blocks["speeds"] = f"{_size(facts['command'])}{where}\n\n{speeds(facts)}\n\n{told}"
         page = RESULTS / "llamacpp-examples.json"
-        native = any(line["method"].startswith(LLAMA_SERVER) for line in facts["figures"])
         if page.is_file():
-            blocks["speeds"] += " " + own_programs(json.loads(page.read_text())["figures"], native=native)
+            blocks["speeds"] += " " + own_programs(json.loads(page.read_text())["figures"])
         page = RESULTS / "records" / f"{PAGE}.jsonl.gz"
-        if native and page.is_file():
-            blocks["speeds"] += " " + by_length(committed.read(page)[1])
+        if page.is_file():
+            blocks["speeds"] = f"{blocks['speeds']} {by_length(committed.read(page)[1])}".rstrip()
     page = RESULTS / f"{LARGER_PAGE}.json"
     if page.is_file():
         facts = json.loads(page.read_text())

@@ -6,8 +6,8 @@
 
 A page made by the same command on the same processor from the same code (see ``Step.sources``) is not made again; new
 comments and docstrings do not make it other code. Records survive an interrupt, so the same command continues, also
-after pages have been committed. Peers are llama-cpp-python and openvino-genai, on conversions of the model's file by
-convert_gguf.py, llama.cpp's own programs, if --llamacpp-bin names their folder, and vLLM, if `make vllm` was run.
+after pages have been committed. Peers are openvino-genai, on conversions of the model's file by convert_gguf.py,
+llama.cpp's own programs, if --llamacpp-bin names their folder, and vLLM, if `make vllm` was run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -37,6 +38,7 @@ from lookahead.core import SettingsError
 from . import gpu_model, listed, quoted, readme
 from .convert_gguf import BY_LLAMA_CPP, convert, export
 from .datasets import SETS
+from .llamacpp_examples import MODES, SERVER
 from .llamacpp_server import LLAMA_SERVER
 from .paper import committed
 from .quiet import machine_text, processor, require_quiet
@@ -46,8 +48,8 @@ RESULTS, RECORDS = ROOT / "docs" / "results", ROOT / "build" / "results"
 PAPERS = "lookahead:15,5,15"
 METHODS = ("prompt-lookup", PAPERS, "adaptive")
 #: study -> (prompts for each prompt of the limit, minutes for one of them), on weights as the file packs them. At a
-#: limit of 8, each data set has ten prompts; studies of a single data set have twenty. Fewer are refused by the tests
-#: of the records.
+#: limit of 8, each data set has ten prompts; studies of a single data set have twenty. The tests of records refuse
+#: fewer.
 #: These and all other minutes are those of records on two cores of an EPYC with AVX512-VNNI.
 STUDY = {
     "ablation": (2.5, 0.5),
@@ -64,18 +66,18 @@ STUDY_OPTIONS = dict.fromkeys(("attention", "end-to-end", "scaling-law", "parall
 FEW = ("humaneval", "gsm8k", "mt-bench")
 #: How often each prompt is decoded on the pages of packed weights.
 REPEATS = 3
-#: Drafting modes of llama.cpp's server for Q4_0: the default settings, and the fastest of the page llamacpp-examples.
-MODES = ("ngram-mod", "ngram-map-k:3,8")
-#: The page that chooses the settings of OpenVINO.
-OPENVINO_PAGE = "bench-openvino"
-#: method -> the settings to try: for prompt lookup tokens drafted and the longest n-gram, and the precision, if it is
-#: not OpenVINO's default.
-TRIED = {
+#: The pages that choose the settings of OpenVINO, and the drafting modes of llama.cpp's server.
+OPENVINO_PAGE, EXAMPLES_PAGE = "bench-openvino", "llamacpp-examples"
+#: method of OpenVINO -> the settings to try: for prompt lookup tokens drafted and the longest n-gram, and the
+#: precision, if it is not OpenVINO's default.
+OPENVINO = {
     "openvino-greedy": ("", "f32"),
     "openvino-lookup": ("3,3", "5,3", "10,3", "3,3:f32", "5,3:f32", "10,3:f32"),
 }
-#: Stands for the fastest of them in a step's words.
-FASTEST = "fastest"
+#: The settings that those pages try, by method; without a page, the last one counts as the fastest.
+TRIED = {**OPENVINO, LLAMA_SERVER: tuple(mode.replace(" ", ":") for mode in MODES if mode != "none")}
+#: Stand in a step's words for the fastest of them, and for the fastest of those without numbers.
+FASTEST, FASTEST_DEFAULT = "fastest", "fastest-default"
 #: The default drafter for a model without a base table.
 NO_TABLE = "adaptive:sources=suffix+logits+jacobi"
 #: Data sets of llama.cpp's own examples.
@@ -121,11 +123,12 @@ USED_BY = {
 #: Files of benchmarks/ from which a page is made, besides its own program: for every page, and by program.
 FOR_ALL = ("page.py", "datasets.py")
 FOR_SOME = {
-    "side_by_side": ("peers.py", "gguf_peer.py", "llamacpp.py", "llamacpp_server.py", "openvino.py"),
+    "side_by_side": ("peers.py", "outcomes.py", "llamacpp_server.py", "servers.py", "openvino.py"),
+    "serve": ("servers.py",),
     "paper": ("paper/*",),
     "dynamics": ("batch_size.py",),
     "packed_step": ("step.py",),
-    "llamacpp_examples": ("serve.py", "llamacpp_server.py", "llamacpp_build.py", "gguf_peer.py"),
+    "llamacpp_examples": ("servers.py", "llamacpp_server.py", "llamacpp_build.py", "outcomes.py"),
     "vllm": ("vllm_run.py", "chain_s.py"),
     "trained": ("drafters/*", "peers.py", "rows.py"),
 }
@@ -179,11 +182,14 @@ class Step:
         return ["src", *(f"benchmarks/{file}" for file in programs), *(f":!{files}" for files in unused)]
 
     def chosen(self) -> tuple[str, ...]:
-        """The words with the fastest settings of OpenVINO, which are known once its page is there."""
-        return tuple(
-            " ".join(fastest(name) if name.endswith(f":{FASTEST}") else name for name in word.split(" "))
-            for word in self.words
-        )
+        """The words with the fastest settings of peers, which are known once their pages are there."""
+
+        def names(word: str) -> list[str]:
+            ends = f":{FASTEST}", f":{FASTEST_DEFAULT}"
+            return [fastest(name) if name.endswith(ends) else name for name in word.split(" ")]
+
+        # The fastest setting may have no numbers.
+        return tuple(" ".join(dict.fromkeys(names(word))) for word in self.words)
 
     def run(self) -> None:
         """Make the page."""
@@ -203,23 +209,39 @@ class Step:
 
 
 def fastest(name: str) -> str:
-    """The name of a method of OpenVINO with its fastest setting over all texts of its page.
+    """The name of a peer's method with its fastest setting over all texts of the page that tries them.
 
     Args:
-        name: METHOD:FILE:FASTEST. Without a page, the last setting counts as the fastest.
+        name: METHOD:FILE:FASTEST or METHOD:FILE:FASTEST_DEFAULT.
     """
-    head, file, _ = name.split(":")
-    page = RESULTS / f"{OPENVINO_PAGE}.json"
-    overall = json.loads(page.read_text())["overall"] if page.is_file() else {}
-    totals = {
-        name: overall.get(name.replace(file, Path(file).name), {}).get("total") for name in _tried(head, file)
+    head, file, wanted = name.split(":")
+    tried = [setting for setting in TRIED[head] if wanted == FASTEST or "," not in setting]
+    rates = _rates(head, Path(file).name)
+    found = {setting: rates[setting] for setting in tried if setting in rates}
+    return _with_setting(head, file, max(found, key=lambda setting: found[setting], default=tried[-1]))
+
+
+def _rates(head: str, file: str) -> dict[str, float]:
+    """Setting of a peer's method -> its speed over all texts of the page that tries them; empty without a page."""
+    page = RESULTS / f"{EXAMPLES_PAGE if head == LLAMA_SERVER else OPENVINO_PAGE}.json"
+    facts = json.loads(page.read_text()) if page.is_file() else {"overall": {}, "figures": {}}
+    if head != LLAMA_SERVER:
+        totals = {
+            each: facts["overall"].get(_with_setting(head, file, each), {}).get("total")
+            for each in TRIED[head]
+        }
+        return {each: total for each, total in totals.items() if total is not None}
+    spent: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for name, tokens, _, rate, _ in (row for rows in facts["figures"].values() for row in rows):
+        spent[name.removeprefix(SERVER).replace(" ", ":")].append((int(tokens), float(rate.split()[0])))
+    return {
+        each: sum(tokens for tokens, _ in some) / sum(tokens / rate for tokens, rate in some)
+        for each, some in spent.items()
     }
-    found = {name: total for name, total in totals.items() if total is not None}
-    return max(found, key=lambda name: found[name], default=list(totals)[-1])
 
 
-def _tried(head: str, file: object) -> list[str]:
-    return [f"{head}:{file}:{setting}".removesuffix(":") for setting in TRIED[head]]
+def _with_setting(head: str, file: object, setting: str) -> str:
+    return f"{head}:{file}:{setting}".removesuffix(":")
 
 
 def same_code(one: str, other: str, files: Sequence[str]) -> bool:
@@ -260,26 +282,31 @@ def _code(revision: str, name: str) -> bytes | str | None:
 #: How the methods are run, for all pages of methods side by side.
 HOW = (
     "Each data set gives its first prompts, its categories in turn, and no prompt twice. All methods get the same "
-    "token ids, which include the chat template, the same number of threads and an empty cache. The host is shared "
-    "and its speed drifts, so compare speeds within a page. The adaptive drafter's priors were fitted on other "
-    "prompts, except that some of Spec-Bench's may be among them."
+    "token ids, which include the chat template, the same number of threads and an empty cache. In each turn plain "
+    "decoding comes first; the others follow in an order that rotates from prompt to prompt. The host is shared and "
+    "its speed drifts, so compare speeds within a page. The adaptive drafter's priors were fitted on other prompts, "
+    "except that some of Spec-Bench's may be among them. It reads a base table if there is one for the model; the "
+    "package brings that of the default model. Not counted are the compilation of our kernels, measuring the cost "
+    "curve, reading the table, and a prompt that each method decodes as a warm-up. Our methods are timed in the "
+    "engine, which turns no tokens into text."
 )
 #: The beginning of methods' names -> how they are run.
 PEERS_HOW = {
     LLAMA_SERVER: "llama.cpp's server has one slot, a context of 4096 tokens and no cache of prompts, with its "
     "defaults otherwise (flash attention auto, keys and values in f16). Tokens and seconds are those that it "
-    "reports, without HTTP. With drafts, each completion has a new server, which first decodes eight tokens that do "
-    "not count.",
-    "openvino": "OpenVINO GenAI runs in this process, with as many threads, and keeps no prompts.",
+    "reports, without HTTP; they include turning tokens into text. With drafts, each completion has a new server, "
+    "which first decodes eight tokens that do not count.",
+    "openvino": "OpenVINO GenAI runs in this process, with as many threads, and keeps no prompts; its time includes "
+    "a streamer in Python.",
+    "hf": "The time of transformers includes a streamer in Python.",
 }
 #: Page -> what a reader must know about its comparison.
 NOTES = {
     "bench-packed": "The file is made from the default model's Q4_1 file: embeddings and output rows are Q4_0 too. "
     "`lookahead:15,5,15` has the paper's settings and decodes in the first run only. "
-    "`adaptive:sources=suffix+logits+jacobi` has no base table, which the default model brings; llama.cpp's "
-    "ngram-cache can load statistics of text from a file too, but there is none for this model. llama.cpp's ngram "
-    "modes are those of [its own programs](llamacpp-examples.md): ngram-mod with its defaults, and the fastest "
-    "setting of the plain modes; llama-lookup, which prints no token ids, is on that page alone.",
+    "`adaptive:sources=suffix+logits+jacobi` does without the base table; llama.cpp's ngram-cache can load "
+    "statistics of text from a file too, but there is none for this model. llama.cpp's ngram modes are among those "
+    "of [its own programs](llamacpp-examples.md); llama-lookup, which prints no token ids, is on that page alone.",
     "bench-packed-sampled": "Every method draws from the whole vocabulary at the same temperature. Ours draw the "
     "same tokens as plain decoding with the same seed; llama.cpp draws others, so its completions differ in length "
     "and text, and it reads the file in Q4_0, its fastest format.",
@@ -295,7 +322,7 @@ NOTES = {
     readme.LARGER_PAGE: "All methods read the same file, except rows whose file is in Q4_0: it is converted from the "
     "other, and llama.cpp repacks it for this processor. The package includes no base table for this "
     "model: the first adaptive drafter has none, and the second has the one that `lookahead learn` makes in ten "
-    "minutes.",
+    "minutes. llama.cpp's ngram mode is among those of [its own programs](llamacpp-examples.md).",
     "bench-bf16": "hf-compiled is transformers with torch.compile and a static cache of 1024 positions; its "
     "compilation is not counted.",
 }
@@ -312,10 +339,21 @@ def side_by_side(name: str) -> tuple[str, str]:
         text += "\n" + f"{head['software']} {about}".strip() + "\n"
     named = {line["method"] for line in facts["figures"]}
     how = [words for peer, words in PEERS_HOW.items() if any(method.startswith(peer) for method in named)]
-    text += "\n" + "\n\n".join(filter(None, [NOTES.get(name, ""), " ".join([HOW, *how])])) + "\n"
+    notes = " ".join(filter(None, [NOTES.get(name, ""), _modes(named)]))
+    text += "\n" + "\n\n".join(filter(None, [notes, " ".join([HOW, *how])])) + "\n"
     origin = f"Every figure of this page is computed from [its records](records/{name}.jsonl.gz)."
     page = f"# {title}\n\n{text}\n{origin}\n\n![{figure_text(facts)}]({name}.svg)\n"
     return page, json.dumps(facts, indent=1) + "\n"
+
+
+def _modes(methods: Iterable[str]) -> str:
+    """A sentence about llama.cpp's ngram modes, if they are the fastest ones of the page that tries them."""
+    if not (RESULTS / f"{EXAMPLES_PAGE}.json").is_file():
+        return ""
+    default, best = (fastest(f"{LLAMA_SERVER}::{each}").split("::")[1] for each in (FASTEST_DEFAULT, FASTEST))
+    if not all(any(name.endswith(f":{mode}") for name in methods) for mode in (default, best)):
+        return ""
+    return f"On that page, {default} is its fastest mode at its defaults, and {best} its fastest of all."
 
 
 def _software(records: Sequence[Mapping[str, Any]]) -> str:
@@ -374,26 +412,27 @@ def steps(given: Sources) -> list[Step]:
     def plan(name: str, minutes: float, program: str, *words: Any) -> None:
         planned.append(Step(name, ("-m", f"benchmarks.{program}", *map(str, words)), minutes))
 
-    # Methods side by side, start-up, llama.cpp's own programs, the server and the row rule.
+    # llama.cpp's own programs, whose page chooses llama.cpp's modes for others.
+    if model is None or not has_llama_cpp:
+        _left_out(EXAMPLES_PAGE, "packed-step", why="they need the default model and llama-cpp-python")
+    elif given.llamacpp_bin is None:
+        _left_out(EXAMPLES_PAGE, why="--llamacpp-bin must name the folder of llama.cpp's programs")
+    else:
+        prompts = min(2, limit)
+        words: list[Any] = ["--bin", given.llamacpp_bin, "--model", _converted(model, "Q4_0")]
+        words += [part for name in EXAMPLES for part in ("--workload", name)]
+        words += [*data, "--limit", prompts, "--repeats", REPEATS, "--out", f"docs/results/{EXAMPLES_PAGE}"]
+        plan(EXAMPLES_PAGE, 5 * prompts, "llamacpp_examples", *words)
+    # Methods side by side, start-up, the server and the row rule.
     planned += _packed(given) if model is not None else []
     if given.larger is None:
         _left_out(readme.LARGER_PAGE, why="--larger must name two files; `make larger` brings them")
     else:
         planned.append(_larger(given, *given.larger))
-    words: list[Any] = []
+    words = []
     if model is not None and given.llamacpp_bin is not None and has_llama_cpp:
         words = ["--bin", given.llamacpp_bin, "--model", model]
     plan("startup", 2, "startup", *words)
-    if model is None or not has_llama_cpp:
-        _left_out("llamacpp-examples", "packed-step", why="they need the default model and llama-cpp-python")
-    elif given.llamacpp_bin is None:
-        _left_out("llamacpp-examples", why="--llamacpp-bin must name the folder of llama.cpp's programs")
-    else:
-        prompts = min(2, limit)
-        words = ["--bin", given.llamacpp_bin, "--model", _converted(model, "Q4_0")]
-        words += [part for name in EXAMPLES for part in ("--workload", name)]
-        words += [*data, "--limit", prompts, "--repeats", REPEATS, "--out", "docs/results/llamacpp-examples"]
-        plan("llamacpp-examples", 2.5 * prompts, "llamacpp_examples", *words)
     words = [model] if model is not None else []
     if model is not None and given.llamacpp_bin is not None:  # in the format that llama.cpp is fastest in
         file = _converted(model, "Q4_0")
@@ -446,9 +485,9 @@ def _packed(given: Sources) -> list[Step]:
     """Packed weights, the default: greedy in two formats, and the model's own file sampled and with the light head.
 
     Each peer gets its best format of about as many bits: llama.cpp Q4_0 and IQ4_NL, which it repacks while loading,
-    and OpenVINO GenAI Q4_0; ours gets the same Q4_0 file. Q4_K_M is the most common file. llama.cpp is its own
-    server, a native build, or else its Python package, which is slower. The first page has OpenVINO GenAI alone, in
-    4 and 8 bits, and chooses its settings for the second. Cells of a peer that is not installed say so.
+    and OpenVINO GenAI Q4_0; ours gets the same Q4_0 file. Q4_K_M is the most common file. The first page has OpenVINO
+    GenAI alone, in 4 and 8 bits, and chooses its settings for the second. Cells of a peer that is not installed say
+    so.
     """
     model, planned = given.model, []
     assert model is not None
@@ -457,7 +496,7 @@ def _packed(given: Sources) -> list[Step]:
         _left_out(OPENVINO_PAGE, why="openvino-genai is not installed")
     else:
         small, large = _converted(model, "Q4_0"), _converted(model, "Q8_0")
-        methods = [name for head in TRIED for name in _tried(head, small)]
+        methods = [_with_setting(head, small, each) for head, tried in OPENVINO.items() for each in tried]
         methods += [f"openvino-greedy:{large}:f32", f"openvino-lookup:{large}:3,3:f32"]
         words = _beside(small, FEW[::2], given, max(2, 5 * given.limit // 4), 1, methods)
         planned.append(_to_records(OPENVINO_PAGE, [*words, *SHORT], 0.85 * given.limit))
@@ -478,23 +517,13 @@ def _packed(given: Sources) -> list[Step]:
             methods.insert(-1, NO_TABLE)
         else:  # the paper's triple takes as long as all the others
             methods.remove(PAPERS)
-        if name == "bench-packed-head":
-            files = []
-        elif temperature:  # its Python package is a method of greedy decoding
-            files = [_converted(model, "Q4_0")] if given.llamacpp_bin is not None else []
-        else:
-            files = [file, *([_converted(model, "IQ4_NL")] if kind == "Q4_0" and has_llama_cpp else [])]
-        if files and given.llamacpp_bin is not None:
+        if name != "bench-packed-head":
+            files = [file if kind else _converted(model, "Q4_0")]
+            files += [_converted(model, "IQ4_NL")] if kind == "Q4_0" and has_llama_cpp else []
             methods += [f"{LLAMA_SERVER}:{path}" for path in files]
-            methods += [f"{LLAMA_SERVER}:{file}:{mode}" for mode in MODES if kind == "Q4_0"]
-        elif files:
-            methods += [f"llamacpp-greedy:{path}" for path in files]
-            for path in files if has_llama_cpp else ():
-                if not _evaluates(ROOT / path):
-                    methods = [each for each in methods if not each.startswith("llamacpp-")]
-                    _left_out(f"llama.cpp in {name}", why=f"it ends its process on {path}")
         if kind == "Q4_0":
-            methods += [f"{head}:{file}:{FASTEST}" for head in TRIED]
+            methods += [f"{LLAMA_SERVER}:{file}:{each}" for each in (FASTEST_DEFAULT, FASTEST)]
+            methods += [f"{head}:{file}:{FASTEST}" for head in OPENVINO]
         words = _beside(file, SETS, given, limit, REPEATS, methods)
         words += ["--temperature", str(temperature)] if temperature else []
         words += ["--once", PAPERS] if PAPERS in methods else []
@@ -505,10 +534,8 @@ def _packed(given: Sources) -> list[Step]:
 def _larger(given: Sources, file: Path, table: Path) -> Step:
     """A larger model beside llama.cpp in the same file, with and without a base table."""
     methods = ["prompt-lookup", NO_TABLE, f"adaptive:table={table}"]
-    if given.llamacpp_bin is not None:
-        repacked = _converted(file, "Q4_0")
-        methods += [f"{LLAMA_SERVER}:{file}", f"{LLAMA_SERVER}:{file}:{MODES[-1]}"]
-        methods += [f"{LLAMA_SERVER}:{repacked}", f"{LLAMA_SERVER}:{repacked}:{MODES[-1]}"]
+    for each in (file, _converted(file, "Q4_0")):
+        methods += [f"{LLAMA_SERVER}:{each}", f"{LLAMA_SERVER}:{each}:{FASTEST}"]
     words = _beside(file, FEW, given, given.half, REPEATS, methods)
     return _to_records(readme.LARGER_PAGE, words, 4.0 * given.half)
 
@@ -562,12 +589,6 @@ def _exported(model: Path) -> Path:
     if not (ROOT / folder / "config.json").is_file():
         export(model, ROOT / folder)
     return folder
-
-
-def _evaluates(file: Path) -> bool:
-    """Whether llama.cpp can evaluate the file here: its 8-bit kernels crash on some processors with AMX."""
-    code = "import sys, llama_cpp; llama_cpp.Llama(sys.argv[1], n_ctx=64, verbose=False).eval([1] * 32)"
-    return subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True).returncode == 0
 
 
 def main(words: Sequence[str] | None = None) -> int | str:

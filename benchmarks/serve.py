@@ -14,19 +14,15 @@ import argparse
 import asyncio
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryFile
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 import httpx
@@ -42,6 +38,7 @@ from lookahead.records import finite
 from .datasets import load_workload
 from .llamacpp_build import build_of
 from .quiet import machine_text, processor
+from .servers import exit_on_signals, running, started_llamacpp
 
 #: Tokens of a slot of llama.cpp's server: the prompts have at most some hundred tokens.
 CONTEXT = 1024
@@ -252,50 +249,6 @@ def started(load: Mapping[str, Any]) -> Iterator[str]:
         yield address
 
 
-@contextmanager
-def started_llamacpp(file: str, threads: int, programs: Path | None, clients: int) -> Iterator[str]:
-    """Start llama.cpp's own server on a GGUF file, with a slot for each client."""
-    program = (programs or Path()) / "llama-server"
-    if programs is None or not program.is_file():
-        raise SettingsError(
-            f"--against llamacpp:FILE needs llama-server in the folder that --bin names, got --bin {programs}"
-        )
-    size = CONTEXT * clients
-    words = [str(program), "--model", file, "--threads", str(threads), "--threads-batch", str(threads)]
-    words += ["--parallel", str(clients), "--ctx-size", str(size), "--no-webui", "--cache-ram", "0"]
-    with running(words, "/health") as address:
-        yield address
-
-
-@contextmanager
-def running(words: list[str], path: str) -> Iterator[str]:
-    """Start a server on a free port, and yield its address once ``path`` answers; end it afterwards.
-
-    Raises:
-        SettingsError: it ended before.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
-    with TemporaryFile("w+") as log:
-        command = [*words, "--port", str(port)]
-        process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
-        try:
-            while process.poll() is None:
-                with suppress(httpx.TransportError):
-                    if httpx.get(f"{address}{path}", timeout=60).status_code == 200:
-                        break
-                sleep(0.2)
-            if process.poll() is not None:
-                log.seek(0)
-                last = (log.read().strip().splitlines() or ["it said nothing"])[-1]
-                raise SettingsError(f"the server did not start: {last}")
-            yield address
-        finally:
-            process.terminate()
-            process.wait()
-
-
 def table(rounds: Sequence[Round]) -> str:
     """The rounds as Markdown; the last column is throughput over that of plain decoding."""
     plain = {x.clients: x.throughput for x in rounds if x.method == PLAIN}
@@ -391,6 +344,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
+    exit_on_signals()
     given = parser().parse_args(words)
     try:
         rounds, asked, other, threads = _measure(given)
@@ -419,19 +373,23 @@ def _measure(given: argparse.Namespace) -> tuple[list[Round], str, Other | None,
     prompts = [prompt.turns[0] for prompt in load_workload(given.workload, 32, data=given.data)]
     methods = [PLAIN, *(name.strip() for name in given.method.split(","))]
     kind, _, file = (given.against or "").partition(":")
+    program = (given.bin or Path()) / "llama-server"
+    if kind == "llamacpp" and not program.is_file():
+        raise SettingsError(
+            f"--against llamacpp:FILE needs llama-server in the folder that --bin names, got --bin {given.bin}"
+        )
     threads = given.threads or machine()["cores"]
     load = {"path_or_id": given.model, "dtype": given.dtype, "threads": given.threads, "prefix-cache": 0}
-    # A termination signal also ends the servers started here.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with ExitStack() as servers:
         started_here = {name: value for name, value in load.items() if value is not None}
         address = given.url or servers.enter_context(started(started_here))
         other = None
         if kind == "llamacpp":
-            start = partial(started_llamacpp, file, threads, given.bin)
-            about = f"on {Path(file).name}, with as many slots as clients and without a cache of prompts"
-            if given.bin is not None:
-                about += f" (version {build_of(given.bin / 'llama-server')})"
+            start = partial(started_llamacpp, program, file, threads, CONTEXT)
+            about = (
+                f"on {Path(file).name}, without drafts, with as many slots as clients and without a cache of prompts "
+                f"(version {build_of(program)})"
+            )
             other = Other("llama.cpp's server", about, start, {"cache_prompt": False})
         elif given.against:
             other = Other("other", given.against, lambda clients: nullcontext(given.against))

@@ -1,7 +1,7 @@
 """Methods side by side on the paper's data sets, including other libraries' decoding, prompt by prompt.
 
     python -m benchmarks.side_by_side --data DIR --dtype bfloat16 --workload humaneval --limit 10
-    python -m benchmarks.side_by_side --data DIR --dtype bfloat16 --method "hf-assisted:DRAFT_MODEL adaptive"
+    python -m benchmarks.side_by_side --data DIR --dtype bfloat16 --method "hf-greedy hf-prompt-lookup adaptive"
 
 The measurement is that of ``lookahead bench``; ``benchmarks.datasets`` adds the data sets and ``benchmarks.peers``
 the other libraries. Records are written to --out as they are made; after an interrupt, the same command continues.
@@ -25,9 +25,10 @@ from lookahead.cli.bench import NO_PLOTS, command_line
 from lookahead.core import LookaheadError, SettingsError
 
 from .datasets import SOURCES, load_workload
-from .gguf_peer import MissingPackage
+from .outcomes import MissingPackage
 from .peers import Absent, default_methods, guarded_methods
 from .quiet import require_quiet
+from .servers import exit_on_signals
 
 
 def parser() -> argparse.ArgumentParser:
@@ -96,6 +97,7 @@ def progress(done: int, total: int, what: str) -> None:
 
 def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
+    exit_on_signals()
     given = parser().parse_args(words)
     draw = can_draw()
     if not draw:

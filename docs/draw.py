@@ -351,8 +351,6 @@ METHODS = {
     "lookahead:15,5,15": ("lookahead (15,5,15)", "前瞻解码 (15,5,15)"),
     "llamacpp-server": ("llama.cpp", "llama.cpp"),
     "llamacpp-server:drafts": ("llama.cpp, n-gram drafts", "llama.cpp，n-gram 草稿"),
-    "llamacpp-greedy": ("llama.cpp, from Python", "llama.cpp，Python"),
-    "llamacpp-lookup": ("llama.cpp, prompt lookup", "llama.cpp，提示词查找"),
     "openvino-greedy": ("OpenVINO GenAI", "OpenVINO GenAI"),
     "openvino-lookup": ("OpenVINO, prompt lookup", "OpenVINO，提示词查找"),
 }

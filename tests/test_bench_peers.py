@@ -1,12 +1,14 @@
 """How peers are measured: memory, drafting modes, caches of prompts, and what README says of them."""
 
+import re
 import sys
 from contextlib import contextmanager
 
 import pytest
 
-from benchmarks import readme, serve, startup
+from benchmarks import llamacpp_server, readme, serve, servers, startup
 from benchmarks.llamacpp_server import draft_options
+from lookahead.bench import RunOptions
 from lookahead.core import SettingsError
 
 
@@ -44,6 +46,29 @@ def test_options_of_llama_servers_modes():
             draft_options(mode, numbers)
 
 
+def test_a_server_with_drafts_answers_after_a_request_that_does_not_count(monkeypatch):
+    started, asked = [], []
+
+    @contextmanager
+    def start(*given, more):
+        started.append((*given, *more))
+        yield "http://127.0.0.1:1"
+
+    def complete(client, prompt, options):
+        asked.append((list(prompt), options.max_new_tokens))
+        return asked[-1]
+
+    monkeypatch.setattr(llamacpp_server, "started_llamacpp", start)
+    monkeypatch.setattr(llamacpp_server, "complete", complete)
+    prompts = [list(range(20)), [1, 2]]
+    found = llamacpp_server.answers("program", "file", 2, "ngram-simple:3,8", prompts, RunOptions(64))
+    assert found == [(prompt, 64) for prompt in prompts] == asked[1:]
+    assert asked[0] == (list(range(8)), 8)
+    (words,) = started
+    assert words[:4] == ("program", "file", 2, 4096)
+    assert words[4:] == tuple(draft_options("ngram-simple", "3,8"))
+
+
 def test_servers_that_are_started_here_keep_no_prompts(monkeypatch, tmp_path):
     commands = []
 
@@ -52,7 +77,8 @@ def test_servers_that_are_started_here_keep_no_prompts(monkeypatch, tmp_path):
         commands.append(words)
         yield "address"
 
-    monkeypatch.setattr(serve, "running", running)
+    for module in (serve, servers):
+        monkeypatch.setattr(module, "running", running)
     monkeypatch.setattr(serve, "build_of", lambda program: "a build")
     monkeypatch.setattr(serve, "measure", lambda *given: given)
     (tmp_path / "llama-server").touch()
@@ -63,6 +89,14 @@ def test_servers_that_are_started_here_keep_no_prompts(monkeypatch, tmp_path):
     ours, theirs = commands
     assert "--prefix-cache=0" in ours
     assert theirs[-2:] == ["--cache-ram", "0"]
+    assert " without drafts, " in other.about
+    assert theirs[theirs.index("--ctx-size") + 1] == str(2 * serve.CONTEXT)
+    with pytest.raises(
+        SettingsError, match=r"needs llama-server in the folder that --bin names, got --bin None"
+    ):
+        serve._measure(serve.parser().parse_args(words[:2]))
+    with pytest.raises(SettingsError, match=r"needs llama-server .*, got --bin .*empty"):
+        serve._measure(serve.parser().parse_args([*words[:2], "--bin", str(tmp_path / "empty")]))
     assert other.extra == {"cache_prompt": False}
     assert asked.startswith("Prompts: 32 of stdlib, functions of Python's standard library to complete")
     assert "at most 64 new tokens" in asked
@@ -86,8 +120,19 @@ def test_plain_decoding_beside_llama_cpp_by_length():
     ]
     text = readme.by_length(records)
     assert "1.00 times as fast as llama.cpp's server in Q4_0 after prompts of fewer than 128 tokens" in text
-    assert "1.50 times after 128 to 255, and 2.00 times after longer ones" in text
-    assert "Over the 2 runs it reached 100, 100 tokens/s, and llama.cpp's server 67, 67" in text
+    cause = ", because llama.cpp slows down more with the context"
+    assert f"1.50 times after 128 to 255, and 2.00 times after longer ones{cause}. Over the" in text
+    assert "Over the 2 runs plain decoding reached 100, 100 tokens/s, and llama.cpp's server 67, 67" in text
+    for x in records:
+        x["decode_seconds"] = 0.1 if x["prompt_tokens"] > 256 else x["decode_seconds"]
+    falls = readme.by_length(records)
+    assert "1.50 times after 128 to 255, and 1.00 times after longer ones. Over the" in falls
+    for english in (text, falls):
+        chinese = f" {english}"
+        for pattern, words in readme.CHINESE.items():
+            chinese = re.sub(pattern, words, chinese)
+        assert not re.findall(r"times|plain|because|Over", chinese)
+        assert ("，因为" in chinese) == (cause in english)
     assert readme.by_length([record("plain", 50, 0, 0.1)]) == ""
 
 

@@ -84,7 +84,7 @@ def test_images_and_moving_pages_are_what_the_code_draws(draw):
 def test_the_home_shows_the_fastest_file_of_a_peer(draw, tmp_path, monkeypatch):
     """Only the faster of llama.cpp's two files is shown; a peer that failed is not."""
     monkeypatch.setitem(draw.draw_speeds.__globals__, "HERE", tmp_path)
-    rates = {"plain": 50.0, "llamacpp-greedy:x.Q4_0.gguf": 80.0, "llamacpp-greedy:x.IQ4_NL.gguf": 90.0}
+    rates = {"plain": 50.0, "llamacpp-server:x.Q4_0.gguf": 80.0, "llamacpp-server:x.IQ4_NL.gguf": 90.0}
     rates["openvino-greedy:x.gguf"] = None
     figures = [
         {"workload": workload, "method": method, "all": {"rate": rate}}

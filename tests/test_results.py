@@ -182,7 +182,6 @@ def plan(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(results, "convert", lambda source, out, kind: out.touch())
     monkeypatch.setattr(results, "export", lambda source, out: None)
-    monkeypatch.setattr(results, "_evaluates", lambda file: "broken" not in file.name)
 
     def planned(packages=(), model="SmolLM2.Q4_1.gguf", limit=10, **given):
         monkeypatch.setattr(results, "find_spec", lambda name: name in packages or None)
@@ -195,7 +194,7 @@ def plan(tmp_path, monkeypatch, capsys):
 
 OTHERS = ["dynamics", "pass-rate", "batch-size", "exact"]
 PACKED = ["bench-packed", "bench-packed-q4_k_m", "bench-packed-sampled", "bench-packed-head"]
-EVERY_PAGE = ["bench-openvino", *PACKED, readme.LARGER_PAGE, "startup", "llamacpp-examples", "serve", "rows"]
+EVERY_PAGE = ["llamacpp-examples", "bench-openvino", *PACKED, readme.LARGER_PAGE, "startup", "serve", "rows"]
 EVERY_PAGE += ["packed-accuracy", "packed-step", *OTHERS, "bench-bf16", "vllm", *results.STUDY, "trained"]
 
 
@@ -214,7 +213,7 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
         "adaptive:sources=suffix+logits+jacobi adaptive "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf llamacpp-server:build/results/SmolLM2.IQ4_NL.gguf "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-mod "
-        "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-map-k:3,8 "
+        "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-mod:6,2,8 "
         "openvino-greedy:build/results/SmolLM2.Q4_0.gguf:f32 "
         "openvino-lookup:build/results/SmolLM2.Q4_0.gguf:10,3:f32 --once lookahead:15,5,15 "
         "--out build/results/bench-packed"
@@ -225,7 +224,7 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     assert "adaptive:table=build/models/larger.safetensors" in " ".join(pages[readme.LARGER_PAGE].words)
     assert pages["rows"].words[-2:] == ("--prompts", "5")
     tried = " ".join(pages["bench-openvino"].words)
-    for head, settings in results.TRIED.items():
+    for head, settings in results.OPENVINO.items():
         for setting in settings:
             assert f"{head}:build/results/SmolLM2.Q4_0.gguf:{setting}".removesuffix(":") in tried
     examples = " ".join(pages["llamacpp-examples"].words)
@@ -235,7 +234,7 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     small, _ = plan(["llama_cpp"], limit=1, llamacpp_bin=tmp_path / "bin")
     assert "--limit 2 " in " ".join(small["bench-packed-sampled"].words)
     assert "--limit 1 " in " ".join(small["llamacpp-examples"].words)
-    for limit, most in ((8, 175), (10, 200)):  # an evening on two quiet cores
+    for limit, most in ((8, 180), (10, 210)):  # an evening on two quiet cores
         pages, _ = plan(
             ["llama_cpp", "openvino_genai"], limit=limit, llamacpp_bin=tmp_path / "bin", larger=larger
         )
@@ -286,14 +285,10 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
         "packed-accuracy",
     ]
     assert "bench-packed-q4_k_m: left out; llama-cpp-python makes Q4_K_M\n" in printed
-    both = "llamacpp-greedy:build/results/SmolLM2.Q4_0.gguf openvino-greedy:"
-    assert both in " ".join(pages["bench-packed"].words), "their cells say why"
-    pages, printed = plan(["llama_cpp"], model="broken.Q4_1.gguf")
-    assert "llamacpp-greedy" not in " ".join(pages["bench-packed"].words)
-    assert (
-        "llama.cpp in bench-packed: left out; it ends its process on build/results/broken.Q4_0.gguf"
-        in printed
-    )
+    for peer in (" llamacpp-server:", " openvino-greedy:"):
+        assert f"{peer}build/results/SmolLM2.Q4_0.gguf" in " ".join(pages["bench-packed"].words), (
+            "its cells say why"
+        )
     assert "bench-openvino: left out; openvino-genai is not installed" in printed
     assert list(plan(model="")[0]) == ["startup", "serve", "rows", *OTHERS, *results.STUDY]
 
@@ -411,11 +406,43 @@ def test_comments_and_docstrings_are_not_code(commits_of):
     assert not results.same_code(first, other, ["src"]), "only Python is read"
 
 
+def test_the_fastest_modes_of_llama_cpp_go_beside_ours(plan, tmp_path):
+    """The fastest with its defaults, and the fastest of all, over all texts; once, if they are the same."""
+    step = plan(["llama_cpp"])[0]["bench-packed"]
+    rates = {
+        "none": (200, 200),
+        "ngram-simple": (100, 130),
+        "ngram-map-k": (110, 90),
+        "ngram-mod 6,2,8": (90, 200),
+    }
+    rows = {
+        name: [
+            [f"llama-server, {mode}", "126", "1.00", f"{both[place]:.1f} (90–200)", ""]
+            for mode, both in rates.items()
+        ]
+        for place, name in enumerate(("code", "sums"))
+    }
+    rows["code"].append(["llama-bench, plain", "128", "1.00", "300.0", "not compared"])
+    page = tmp_path / "llamacpp-examples.json"
+    page.write_text(json.dumps({"figures": rows}))
+    server = "llamacpp-server:build/results/SmolLM2.Q4_0.gguf"
+    assert f" {server}:ngram-simple {server}:ngram-mod:6,2,8 openvino" in " ".join(step.chosen())
+    methods = [f"llamacpp-server:x.gguf:{mode}" for mode in ("ngram-simple", "ngram-mod:6,2,8")]
+    assert results._modes(methods) == (
+        "On that page, ngram-simple is its fastest mode at its defaults, and ngram-mod:6,2,8 its fastest of all."
+    )
+    assert results._modes(methods[:1]) == "", "a page with other modes"
+    for table in rows.values():
+        del table[3]
+    page.write_text(json.dumps({"figures": rows}))
+    assert f" {server}:ngram-simple openvino" in " ".join(step.chosen())
+
+
 def test_the_fastest_settings_of_openvino_go_beside_ours(plan, tmp_path):
     step = plan(["llama_cpp", "openvino_genai"])[0]["bench-packed"]
     totals = {
         f"{head}:SmolLM2.Q4_0.gguf:{each}".removesuffix(":"): {"total": 1.0}
-        for head, settings in results.TRIED.items()
+        for head, settings in results.OPENVINO.items()
         for each in settings
     }
     totals |= {"openvino-lookup:SmolLM2.Q8_0.gguf:3,3": {"total": 9.0}, "plain": {"total": 1.0}}
@@ -517,14 +544,14 @@ def test_a_change_of_the_server_concerns_the_page_of_the_server_alone(plan, monk
 def test_a_failed_peer_says_why_in_the_readme(tmp_path, monkeypatch):
     lines = [
         line("code", "plain", 100.4, 1.0),
-        line("code", "llamacpp-greedy:SmolLM2.Q4_0.gguf", None, None, 0, 0)
+        line("code", "llamacpp-server:SmolLM2.Q4_0.gguf", None, None, 0, 0)
         | {"failed": "RuntimeError: no memory"},
     ]
     names = ("total", "low", "high", "total_low", "total_high", "s_steps")
     none, plain = (dict.fromkeys(names, value) for value in (None, 1.0))
-    overall = {"plain": plain, "llamacpp-greedy:SmolLM2.Q4_0.gguf": none}
+    overall = {"plain": plain, "llamacpp-server:SmolLM2.Q4_0.gguf": none}
     table = readme.speeds({"figures": lines, "overall": overall})
-    assert table.endswith("\n| llama.cpp, Q4_0 | – | – | – | – | RuntimeError: no memory |")
+    assert table.endswith("\n| llama.cpp's server, Q4_0 | – | – | – | – | RuntimeError: no memory |")
 
 
 @pytest.fixture
@@ -749,6 +776,9 @@ def test_a_method_of_vllm_that_fails_is_named_and_the_rest_of_the_page_is_made(t
     assert "ended with ImportError: no arctic\n" in text
     assert "\n| ours, always drafting |" in text
     assert "suffix, 1 client" in json.loads(facts)["failed"]
+    with pytest.raises(SystemExit):
+        page.main([*words[:3], "--limit", "0"])
+    assert capsys.readouterr().err.endswith("error: --limit must be at least 1, got 0\n")
 
 
 def test_a_page_with_a_failed_peer_is_made_again(plan):

@@ -142,25 +142,13 @@ def _timed(round):
     return True
 
 
-@pytest.mark.parametrize("folder", [None, "empty"])
-def test_llama_cpp_that_is_not_there(tmp_path, folder):
-    programs = tmp_path if folder else None
-    with (
-        pytest.raises(
-            lookahead.SettingsError, match="needs llama-server in the folder that --bin names, got --bin"
-        ),
-        load_test.started_llamacpp("x.gguf", 1, programs, 4),
-    ):
-        pass
-
-
 def test_a_server_that_cannot_start_says_why(tmp_path):
     program = tmp_path / "llama-server"
     program.write_text('#!/bin/sh\necho "$2 is no file"\nexit 1\n')
     program.chmod(0o755)
     with (
         pytest.raises(lookahead.SettingsError, match=r"did not start: .*nowhere.gguf is no file"),
-        load_test.started_llamacpp("/nowhere.gguf", 1, tmp_path, 4),
+        load_test.started_llamacpp(program, "/nowhere.gguf", 1, 4),
     ):
         pass
 

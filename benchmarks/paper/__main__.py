@@ -15,6 +15,7 @@ from lookahead.bench.record import describe
 from lookahead.cli.bench import NO_PLOTS, command_line
 from lookahead.core import LookaheadError, SettingsError
 
+from ..servers import exit_on_signals
 from . import __doc__ as about
 from . import committed, settings
 from .study import Study, page_facts, page_text
@@ -79,6 +80,7 @@ def write_page(name: str, out: Path) -> Path:
 
 def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
+    exit_on_signals()
     given = parser().parse_args(words)
     if not can_draw():
         print(NO_PLOTS, file=sys.stderr)
