@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -252,9 +253,8 @@ def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatc
     (tmp_path / "file").write_text("")
     refused("must be a writable folder", *OPTIONS, chats, "--output", tmp_path / "file" / "head")
     refused("--output must be a file, got the folder", *OPTIONS, chats, "--output", tmp_path)
-    refused(
-        "--output must be a file, got the device or pipe /dev/null", *OPTIONS, chats, "--output", "/dev/null"
-    )
+    os.mkfifo(tmp_path / "pipe")  # not a device, which a broken check would replace
+    refused("--output must be a file, got the device or pipe", *OPTIONS, chats, "--output", tmp_path / "pipe")
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patched:
         patched.setattr(hidden_states.shutil, "disk_usage", lambda path: usage(1 << 30, 0, 255 << 20))
