@@ -5,9 +5,12 @@ from importlib.util import find_spec
 
 import pytest
 
-pytest.importorskip("lm_eval")
-pytest.importorskip("accelerate")
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(
+        None in map(find_spec, ("lm_eval", "accelerate")), reason="[lm-eval] is not installed"
+    ),
+]
 
 QUESTIONS = [
     {"question": "def add(a, b):", "answer": "return a + b"},

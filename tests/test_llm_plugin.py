@@ -1,27 +1,38 @@
 """The plug-in for the command-line tool `llm`, tested with llm itself, in-process and as a command."""
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("llm", reason="the tool llm is not installed (pip install llm)")
-
-import llm
 from click.testing import CliRunner
 
 import lookahead
 from gguf_files import write_gguf
 from lookahead.core import Engine
-from lookahead.integrations import llm_plugin
 from toy import save, tokenizer
 
+pytestmark = pytest.mark.skipif(
+    find_spec("llm") is None, reason="the tool llm is not installed (pip install llm)"
+)
 ROOT = Path(__file__).parent.parent
 QUESTION = "def add(a"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """The tool, imported only where used because the import takes a second per process."""
+    return importlib.import_module("llm")
+
+
+@pytest.fixture(scope="module")
+def llm_plugin(llm):
+    return importlib.import_module("lookahead.integrations.llm_plugin")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +43,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _registered(tmp_path, monkeypatch):
+def _registered(llm, llm_plugin, tmp_path, monkeypatch):
     """Register only our plug-in, as an entry point would, and give llm an empty user folder."""
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path / "user"))
     monkeypatch.setattr("llm.plugins.LLM_LOAD_PLUGINS", "")
@@ -42,13 +53,18 @@ def _registered(tmp_path, monkeypatch):
     llm.plugins.pm.unregister(name="lookahead")
 
 
-def named(path):
-    """Return the model at a path through an alias."""
-    llm.set_alias("mine", f"lookahead/{path}")
-    return llm.get_model("mine")
+@pytest.fixture
+def named(llm):
+    """A function that returns the model at a path through an alias."""
+
+    def named(path):
+        llm.set_alias("mine", f"lookahead/{path}")
+        return llm.get_model("mine")
+
+    return named
 
 
-def test_a_model_is_found_by_its_path_and_streams(folders):
+def test_a_model_is_found_by_its_path_and_streams(named, folders):
     model = named(folders[0])
     turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": QUESTION}]
     plain = lookahead.load(folders[0]).generate(turns, max_new_tokens=60, drafter="off")
@@ -61,7 +77,7 @@ def test_a_model_is_found_by_its_path_and_streams(folders):
     assert model.prompt(QUESTION, system="be brief", max_tokens=60, stream=False).text() == plain.text
 
 
-def test_options_of_llm_reach_the_engine(folders):
+def test_options_of_llm_reach_the_engine(llm_plugin, named, folders):
     model, ours = named(folders[0]), lookahead.load(folders[0])
     turns = [{"role": "user", "content": QUESTION}]
     sampled = {"temperature": 1.3, "top_k": 50, "seed": 7, "stop": "a", "min_new_tokens": 4}
@@ -79,7 +95,7 @@ def test_options_of_llm_reach_the_engine(folders):
     assert (loaded.dtype, model._loaded[1].dtype) == ("float32", "bfloat16")
 
 
-def test_its_options_are_the_librarys():
+def test_its_options_are_the_librarys(llm_plugin):
     shown = llm_plugin.LookaheadModel.Options.model_json_schema()["properties"]
     known = {"max_tokens", "temperature", "top_p", "seed", "stop", "drafter", "dtype", "engine"}
     assert known <= set(shown)
@@ -87,7 +103,7 @@ def test_its_options_are_the_librarys():
     assert all(option["description"] for option in shown.values())
 
 
-def test_a_conversation_goes_on_from_its_keys_and_values(folders, monkeypatch):
+def test_a_conversation_goes_on_from_its_keys_and_values(named, folders, monkeypatch):
     sequences, add = [], Engine.add
 
     def note(self, *args, **options):
@@ -107,7 +123,7 @@ def test_a_conversation_goes_on_from_its_keys_and_values(folders, monkeypatch):
     assert lookahead.load(folders[0]).generate(turns, max_new_tokens=20, drafter="off").text == second
 
 
-def test_without_a_chat_template_the_text_is_continued(folders):
+def test_without_a_chat_template_the_text_is_continued(named, folders):
     conversation = named(folders[1]).conversation()
     first = conversation.prompt(QUESTION, max_tokens=10).text()
     second = conversation.prompt("quick", max_tokens=10).text()
@@ -116,7 +132,7 @@ def test_without_a_chat_template_the_text_is_continued(folders):
     assert ours.generate(f"{QUESTION}{first}\nquick", max_new_tokens=10).text == second
 
 
-def test_which_names_are_found(folders):
+def test_which_names_are_found(llm, folders):
     """Only aliased or default names are found; others stay unknown and are not added to the list."""
     name = f"lookahead/{folders[0]}"
     with pytest.raises(llm.UnknownModelError):
@@ -160,7 +176,7 @@ def test_what_is_wrong_is_one_line(path, options, said):
     assert said in done.output
 
 
-def test_a_conversation_that_holds_more_than_text_is_refused():
+def test_a_conversation_that_holds_more_than_text_is_refused(llm, llm_plugin, named):
     tool = llm.Message(role="tool", parts=[llm.parts.ToolResultPart(name="f", output="1", tool_call_id="1")])
     with pytest.raises(lookahead.SettingsError, match="text only, got ToolResultPart"):
         named("tiny").prompt(messages=[tool]).text()
@@ -211,7 +227,7 @@ def test_llm_starts_beside_the_default_models_package(installed, tmp_path):
         assert "lookahead" in done.stdout
 
 
-def test_the_command_finds_it_by_the_entry_point(installed, tmp_path):
+def test_the_command_finds_it_by_the_entry_point(llm, installed, tmp_path):
     model = tmp_path / "model.gguf"  # starts faster than a transformers model
     template = tokenizer(chat=True).chat_template
     write_gguf(model, "llama", "Q8_0", chat_template=template, max_position_embeddings=1024)

@@ -1,5 +1,8 @@
 """PEFT adapters loaded, merged, unmerged, switched and removed: output equals plain generate."""
 
+import importlib
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -8,10 +11,11 @@ from lookahead.core import SettingsError
 from lookahead.targets.paths import make_target
 from lookahead.testing import tiny_model
 
-peft = pytest.importorskip("peft")
-
-# Compiled passes do not support unmerged adapters.
-pytestmark = pytest.mark.filterwarnings("ignore:lookahead.generate runs this model on the slower")
+pytestmark = [
+    # Compiled passes do not support unmerged adapters.
+    pytest.mark.filterwarnings("ignore:lookahead.generate runs this model on the slower"),
+    pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed"),
+]
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 9, 11]])
 GREEDY = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 24, "do_sample": False}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.8}
@@ -19,7 +23,13 @@ SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.8}
 SETTINGS = {"r": 4, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 
 
-def adapter():
+@pytest.fixture(scope="module")
+def peft():
+    """The library, imported only where used because the import takes a second per process."""
+    return importlib.import_module("peft")
+
+
+def adapter(peft):
     return peft.LoraConfig(**SETTINGS, init_lora_weights=False, task_type="CAUSAL_LM")
 
 
@@ -31,13 +41,13 @@ def model():
 
 
 @pytest.fixture
-def folders(tmp_path):
+def folders(peft, tmp_path):
     """Two adapters on disk."""
     found = []
     for seed, name in enumerate(("first", "second")):
         base = tiny_model("llama", seed=1, initializer_range=0.1)
         torch.manual_seed(seed)
-        peft.get_peft_model(base, adapter()).save_pretrained(tmp_path / name)
+        peft.get_peft_model(base, adapter(peft)).save_pretrained(tmp_path / name)
         found.append(str(tmp_path / name))
     return found
 
@@ -53,7 +63,7 @@ def text(model):
     return tuple(plain[0].tolist())
 
 
-def test_an_adapter_through_its_life(model, folders):
+def test_an_adapter_through_its_life(peft, model, folders):
     base = text(model)
     assert make_target(model).path == "cpu"
     adapted = peft.PeftModel.from_pretrained(model, folders[0]).eval()
@@ -79,7 +89,7 @@ def test_an_adapter_through_its_life(model, folders):
     assert make_target(merged).path == "cpu"
 
 
-def test_an_adapter_that_is_taken_off(model, folders):
+def test_an_adapter_that_is_taken_off(peft, model, folders):
     base = text(model)
     adapted = peft.PeftModel.from_pretrained(model, folders[0]).eval()
     assert text(adapted) != base
@@ -104,7 +114,7 @@ def test_adapters_that_transformers_loads(model, folders):
     assert text(model) in texts
 
 
-def test_a_loaded_model_with_an_adapter(model, folders):
+def test_a_loaded_model_with_an_adapter(peft, model, folders):
     adapted = peft.PeftModel.from_pretrained(model, folders[0]).eval()
     llm = lookahead.LLM(model)
     for method in ("adaptive", "lookahead", "autoregressive"):
@@ -112,7 +122,7 @@ def test_a_loaded_model_with_an_adapter(model, folders):
         assert tuple(PROMPT[0].tolist() + tokens) == text(adapted)
 
 
-def test_a_merge_between_two_calls_needs_refresh(model, folders):
+def test_a_merge_between_two_calls_needs_refresh(peft, model, folders):
     """merge_and_unload writes to ``weight.data``, which is undetectable if no call ran with the adapter."""
     base = text(model)
     merged = peft.PeftModel.from_pretrained(model, folders[0]).eval().merge_and_unload()
@@ -121,7 +131,7 @@ def test_a_merge_between_two_calls_needs_refresh(model, folders):
     assert text(model) != base
 
 
-def test_virtual_tokens_are_refused(model):
+def test_virtual_tokens_are_refused(peft, model):
     """PEFT adds them in a method that transformers' own loop calls."""
     settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     tuned = peft.get_peft_model(model, settings).eval()
