@@ -157,6 +157,23 @@ def own_cache_folder(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def typical_curves():
+    """Give models the typical cost curve, which does not depend on how busy the machine is."""
+    import typical_curves
+
+    typical_curves.use()
+
+
+@pytest.fixture
+def measured_curves(monkeypatch):
+    """Measure the cost curves of models."""
+    import typical_curves
+    from lookahead.targets import model_curves
+
+    monkeypatch.setattr(model_curves, "_load_or_measure", typical_curves.load_or_measure)
+
+
 @pytest.fixture(scope="session")
 def toy_plain(tmp_path_factory):
     """A folder with a tiny model and its tokenizer. Tests that change the files make their own (``toy.save``)."""

@@ -27,6 +27,8 @@ from lookahead.targets.cuda_graphs import division
 from lookahead.targets.model_curves import config_key, cost_path, curve_of, model_key, runs_on
 from lookahead.testing import FakeTarget
 
+pytestmark = pytest.mark.usefixtures("measured_curves")
+
 CURVE = CostCurve({64: {1: 1.0, 4: 1.2, 8: 1.6}, 512: {1: 1.0, 4: 1.4}}, {4: 1.3, 16: 3.0}, 0.04, 0.003)
 
 

@@ -21,6 +21,8 @@ from lookahead.targets.paths import probe
 from lookahead.testing import FakeTarget, tiny_model
 from test_light_head import HIDDEN, weights
 
+pytestmark = pytest.mark.usefixtures("measured_curves")
+
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
