@@ -59,6 +59,20 @@ def judged(model: Any, facts: ModelFacts | None = None, wrong_model: Any = None)
 
 
 CASES = [(2, False), (2, True), (12, True), (30, False)]
+
+
+def pairs(faults):
+    """Every pair of a fault and a case, of a fault and a dtype, and of a case and a dtype: a third of the triples."""
+    names = [getattr(fault, "__name__", fault) for fault in faults]
+    return [
+        pytest.param(
+            faults[(row + column) % 3], *case, dtype, id=f"{names[(row + column) % 3]}-{case}-{dtype}"
+        )
+        for row, case in enumerate(CASES)
+        for column, dtype in enumerate(DTYPES)
+    ]
+
+
 #: With more noise, rounding moves a model's logits by a quarter, which hides a wrong weight of its attention.
 LOUD = 0.2
 
@@ -114,9 +128,9 @@ def wrong_commit(monkeypatch):
     monkeypatch.setattr(TreeCache, "move", wrong)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("layers", "outliers"), CASES)
-@pytest.mark.parametrize("fault", [wrong_ancestor, wrong_position, wrong_commit])
+@pytest.mark.parametrize(
+    ("fault", "layers", "outliers", "dtype"), pairs([wrong_ancestor, wrong_position, wrong_commit])
+)
 def test_a_wrong_mask_position_or_commit_is_caught(fault, layers, outliers, dtype, monkeypatch):
     model = model_of(layers, dtype, outliers)
     fault(monkeypatch)
@@ -124,9 +138,10 @@ def test_a_wrong_mask_position_or_commit_is_caught(fault, layers, outliers, dtyp
     assert not found.ok, found.reason
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("layers", "outliers"), CASES)
-@pytest.mark.parametrize("matrix", ["self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"])
+@pytest.mark.parametrize(
+    ("matrix", "layers", "outliers", "dtype"),
+    pairs(["self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"]),
+)
 def test_a_wrong_weight_is_caught(matrix, layers, outliers, dtype):
     model = model_of(layers, dtype, outliers)
     wrong = copy.deepcopy(model)
