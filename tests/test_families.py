@@ -24,7 +24,7 @@ MODES = {
     "sampled": {"do_sample": True, "top_k": 4},
     "sampled-penalties": {"do_sample": True, "top_p": 0.8, "temperature": 0.7, "repetition_penalty": 1.1},
 }
-NEW = 40
+NEW = 24
 #: Families that run in every mode: on the compiled path, on transformers', by batch rows, and without drafts. Modes
 #: differ only in how tokens are chosen, which does not depend on the family.
 ALL_MODES = ("llama", "phi", "lfm2", "mamba")
