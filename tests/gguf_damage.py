@@ -18,10 +18,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import random
 import resource
 import select
-import subprocess
+import socket
 import sys
 import tempfile
 import warnings
@@ -34,6 +35,8 @@ from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
+
+from processes import forks
 
 #: Bytes that the process may use beyond those in use after loading undamaged files.
 ALLOWANCE = 1 << 30
@@ -318,6 +321,14 @@ def serve() -> None:
         gc.collect()  # models contain reference cycles
 
 
+def _serve_in(lines: Any, answers: Any, errors: str, first: str) -> None:
+    """``serve`` in a forked process, on these sockets."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND), 2)
+    sys.stdin, sys.stdout = lines.makefile(), answers.makefile("w")
+    exec(first)
+    serve()
+
+
 class Loader:
     """The process that loads files, restarted after a crash or a hang.
 
@@ -334,19 +345,18 @@ class Loader:
         self._start()
 
     def _start(self) -> None:
-        import lookahead
-
-        source, tests = Path(lookahead.__file__).parents[1], Path(__file__).parent
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        code = f"import sys; sys.path[:0] = {[str(source), str(tests)]}; import gguf_damage"
-        code = "; ".join(filter(None, [code, self._first, "gguf_damage.serve()"]))
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
+        context = forks()  # it has imported torch and transformers
+        self._errors = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115
+        (lines, theirs), (outcomes, answers) = socket.socketpair(), socket.socketpair()
+        self._process = context.Process(
+            target=_serve_in, args=(theirs, answers, self._errors.name, self._first), daemon=True
         )
+        self._process.start()
+        theirs.close()
+        answers.close()
+        self._lines, self._outcomes = lines.makefile("w"), outcomes.makefile()
+        lines.close()
+        outcomes.close()
         self._say(str(len(self._whole)))
         self.expected = {each: self._ask(each, 600) for each in self._whole}
         failed = {each: outcome for each, outcome in self.expected.items() if outcome.kind != "decoded"}
@@ -355,22 +365,21 @@ class Loader:
             raise AssertionError(f"whole files must be decoded: {failed}")
 
     def _say(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        self._lines.write(line + "\n")
+        self._lines.flush()
 
     def _ask(self, file: tuple[str, str | None], patience: float) -> Outcome:
-        assert self._process.stdout is not None
         self._say(json.dumps(file))
-        if not select.select([self._process.stdout], [], [], patience)[0]:
+        if not select.select([self._outcomes], [], [], patience)[0]:
             return Outcome("hangs", f"no answer after {patience} seconds")
-        line = self._process.stdout.readline()
+        line = self._outcomes.readline()
         if line:
             kind, message, tokens = json.loads(line)
             return Outcome(kind, message, tuple(tokens))
         self._errors.seek(0)
         last = self._errors.read().strip().splitlines()[-1:]
-        return Outcome("killed", f"status {self._process.wait()} {' '.join(last)}")
+        self._process.join()
+        return Outcome("killed", f"status {self._process.exitcode} {' '.join(last)}")
 
     def load(self, path: Path | str, dtype: str | None = None) -> Outcome:
         """Load a file."""
@@ -383,8 +392,9 @@ class Loader:
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        self._process.communicate()
-        self._errors.close()
+        self._process.join()
+        for file in (self._lines, self._outcomes, self._errors):
+            file.close()
 
 
 # ---------------------------------------------------------------- many files
