@@ -86,14 +86,25 @@ SLOW = [
 ]
 
 
-#: Files with tests of twenty seconds and more.
+#: Tests of ten seconds of CPU time and more, the longest first.
 LONGEST = (
-    "test_soak",
-    "test_server_stress",
-    "test_first_start",
-    "test_cpu_widths",
-    "test_attention_compile",
-    "test_lookahead_budget",
+    "test_first_start::test_nothing_is_compiled*",
+    "test_gpu_check::test_a_dry_run*",
+    "test_lookahead_budget::test_at_64_rows*",
+    "test_attention_compile::test_the_kernels*",
+    "test_cpu_widths::test_each_width*",
+    "test_fuzz::test_no_case*",
+    "test_equivalence::test_the_real_model*",
+    "test_engine::test_a_model_in_int8*",
+    "test_cpu_target::test_without_numbas_compiler*",
+    "test_soak::*",
+    "test_results::test_pages_do_not_use*",
+    "test_llm_plugin::test_the_command_finds*",
+    "test_server_stress::*",
+    "test_bench_lm_eval::*",
+    "test_parallel::test_same_tokens_as_one_process*",
+    "test_parallel::test_torchrun*",
+    "test_gguf_damage::*",
 )
 #: Compile the float32 and bfloat16 passes, and the packed-weight passes with the drafters' code; 20 s each.
 #: The first loads with drafter="off", or it would compile the drafters' code too.
@@ -131,11 +142,17 @@ def pytest_xdist_setupnodes(config, specs):
 IGNORES_SOFT_CAPS = tuple(map(int, version("transformers").split(".")[:2])) < (5, 21)
 
 
+def is_named(item, pattern):
+    return fnmatch(f"{item.path.stem}::{item.name}", pattern)
+
+
 def pytest_collection_modifyitems(items):
     # Run the longest tests first, so that no worker is left alone with one.
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
+    items.sort(
+        key=lambda item: next((n for n, each in enumerate(LONGEST) if is_named(item, each)), len(LONGEST))
+    )
     for item in items:
-        if any(fnmatch(f"{item.path.stem}::{item.name}", pattern) for pattern in SLOW):
+        if any(is_named(item, pattern) for pattern in SLOW):
             item.add_marker(pytest.mark.slow)
         if IGNORES_SOFT_CAPS and item.path.stem == "test_cpu_target" and "[gemma2" in item.name:
             item.add_marker(
