@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import lookahead
+import typical_curves
 from lookahead.core import SettingsError
 from processes import forks
 
@@ -224,6 +225,7 @@ def program(words, out):
     for number in (1, 2):
         os.dup2(out.fileno(), number)
     sys.argv = words
+    typical_curves.use()
     runpy.run_path(words[0], run_name="__main__")
 
 
@@ -252,7 +254,16 @@ class Forked:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)  # a minute on an idle core
 def test_a_dry_run_of_all_parts(check, monkeypatch, tmp_path):
-    """The first part starts as from a user's command; the others are forked."""
+    """The first part starts as from a user's command; the others are forked.
+
+    Without speed-fp16: a dry run is in float32, so it would repeat speed.
+    """
+    parts = check.chosen_parts(None, None)
+    half = check.command_of("speed-fp16", True, None, 9)
+    parts.remove("speed-fp16")
+    assert [word for word in half if word not in ("--dtype", "float16")] == check.command_of(
+        "speed", True, None, 9
+    )
     page = tmp_path / "page.md"
     starts = iter([subprocess.Popen])
     start = SimpleNamespace(
@@ -261,14 +272,16 @@ def test_a_dry_run_of_all_parts(check, monkeypatch, tmp_path):
         STDOUT=subprocess.STDOUT,
     )
     monkeypatch.setattr(check, "subprocess", start)
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--tiny", "--budget", "1200", "--out", str(page)])
+    words = ["--tiny", "--only", ",".join(parts), "--budget", "1200", "--out", str(page)]
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words])
     handler = signal.getsignal(signal.SIGTERM)
     try:
         assert check.main() == 0
     finally:
         signal.signal(signal.SIGTERM, handler)
     text = page.read_text()
-    for part in ("certificate", "step", "speed", "speed-fp16", "scaling", "text", "memory", "ranks"):
+    assert set(parts) == {"certificate", "step", "speed", "scaling", "text", "memory", "ranks"}
+    for part in parts:
         assert f"| {part} | all of it |" in text
     for method in ("plain", "lookahead:15,5,15", "lookahead:7,7,7", "hf-greedy", "hf-prompt-lookup"):
         assert f"| {method} |" in text
