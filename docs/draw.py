@@ -237,7 +237,7 @@ def draw_head() -> str:
     """What a light head reads and guesses after the words "the cat sat"."""
     return """\
 hidden state under "cat" ---+
-                            +--- block ---> guessed hidden state under "sat" ---> 8,192 output rows ---> on, by, down
+                            +--- block ---> guessed hidden state under "sat" ---> 2,048 output rows ---> on, by, down
 embedding of "sat" ---------+                  |
                                                +--- block ---> guessed hidden state under "on" ---> ... ---> the, a
                        embedding of "on" ------+"""

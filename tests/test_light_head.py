@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import runpy
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +17,9 @@ import lookahead
 from learned import random_head
 from lookahead.core import Request, SettingsError, Start, TokenTree
 from lookahead.drafters import Adaptive, Plain
+from lookahead.drafters.adaptive import base_files
 from lookahead.drafters.adaptive.calibration import GREEDY_GUESSES
+from lookahead.drafters.adaptive.sources.base_table import open_table
 from lookahead.drafters.adaptive.sources.light_head import sampled_guess_kinds
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.engine.admission import Admission
@@ -568,3 +572,22 @@ def test_training_a_head_names_the_engine_that_cannot(monkeypatch):
     command = import_module("lookahead.cli.train_head")
     monkeypatch.setattr(command, "load_model", lambda load: loaded)
     refused("needs hidden states, which engine='llama.cpp' does not provide; omit engine", "train-head", "x")
+
+
+def test_the_included_head_keeps_the_most_frequent_tokens(tmp_path):
+    name = "v49152-h576-l30.safetensors"
+    head, table = light_head.INCLUDED / name, base_files.INCLUDED / name
+    main = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "shorten_head.py"))["main"]
+    main(head, table, "2000", tmp_path / "short")
+    included, short = load_head(head), load_head(tmp_path / "short")
+    assert (len(included.shortlist), len(short.shortlist)) == (2048, 2000)
+    assert set(short.shortlist.tolist()) < set(included.shortlist.tolist())
+    trie = open_table(table).trie
+    counts = {token: int(trie.counts[trie.roots[token]]) for token in included.shortlist.tolist()}
+    left_out = set(counts) - set(short.shortlist.tolist())
+    assert max(counts[token] for token in left_out) <= min(
+        counts[token] for token in short.shortlist.tolist()
+    )
+    assert (short.gate == included.gate).all()
+    with pytest.raises(SystemExit, match="COUNT must be at least"):
+        main(head, table, "9", tmp_path / "short")
