@@ -8,12 +8,12 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-fast test-llamacpp peers vllm drafters larger test-vllm test-oldest test-readme soak coverage lint style types suite fix bench results measure gpu-check
+.PHONY: help demo test test-slow test-llamacpp peers vllm drafters larger test-vllm test-oldest test-readme soak coverage lint style types suite fix bench results measure gpu-check
 .PHONY: docs docs-serve test-pages dist test-wheel licences clean
 help:
 	@echo "make demo           generate four completions with a real model, coloured by step, and compare speeds"
-	@echo "make test           run linters, type checks, import contracts and all tests"
-	@echo "make test-fast      run the tests that take at most a second each"
+	@echo "make test           run linters, type checks, import contracts and all tests but the slow ones"
+	@echo "make test-slow      run the slow tests, which take as long again"
 	@echo "make test-llamacpp  test the llama.cpp engine (the first run compiles llama-cpp-python, ten minutes)"
 	@echo "make test-vllm      test drafting in vLLM, in a separate environment (the first run installs 3 GB)"
 	@echo "make test-oldest    test with the oldest supported versions, in a separate environment (downloads torch)"
@@ -59,10 +59,10 @@ test: $(READY) style
 # stay in one process, which creates their shared models and rank groups only once. Three workers, because many tests wait
 # for a process or a timeout: with two, a quarter of two cores was idle.
 suite: $(READY)
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 3 --dist worksteal
-
-test-fast: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "not slow and not soak" -n 3 --dist worksteal
+
+test-slow: $(READY)
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "slow and not soak" -n 3 --dist worksteal
 
 # llama-cpp-python is kept out of site-packages, because other tests need an installation without it.
 LLAMACPP := $(VENV)/llamacpp
