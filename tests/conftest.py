@@ -37,8 +37,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-#: Tests that `make test-slow` runs and `make test` leaves out, because they take half of all processor time; the
-#: longest first (``pytest --durations=20`` lists them). Those of GPU paths are simulated here. Others have the mark ``slow`` where they are defined.
+#: Tests that `make test-slow` runs and `make test` leaves out, because they take half of all processor time: whole
+#: processes, real models, model families, and GPU kernels, which are interpreted here. The longest come first
+#: (``pytest --durations=20`` lists them). Others have the mark ``slow`` where they are defined.
 SLOW = (
     "test_first_start::test_nothing_is_compiled*",
     "test_gpu_check::test_a_dry_run*",
