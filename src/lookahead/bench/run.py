@@ -86,10 +86,8 @@ def run(
         show(len(result), len(plan), f"{prompt.id}, {method.label} {method.state}")
         earlier = [(p.id, p.ids) for p in workload[:number] if p.workload == prompt.workload]
         name = method.label, method.state, method.settings
-        decoded = (
-            tokens,
-            sorted(model.eos),
-        )  # a tokenizer or a chat template of the same name may have changed
+        # With the prompt's text alone, the key would not change with the tokenizer or the chat template.
+        decoded = tokens, sorted(model.eos)
         key = key_of(
             common, asdict(prompt), turn, name, repeat, earlier if method.state == "warm" else None, decoded
         )
