@@ -71,6 +71,14 @@ SLOW = (
     "test_docs::test_the_notebook*",
     "test_paper::test_a_command_writes*",
     "test_wheel::*",
+    "test_gguf_tokenizer::test_tokens_of_smollm2*",
+    "test_adaptive_tune::test_a_gpu_reads*",
+    "test_adaptive_tune::test_several_passes_of_exact*",
+    "test_adaptive_tune::test_the_cost_of_drafting_is*",
+    "test_targets::test_a_rotary_base*",
+    "test_bench_counting::*",
+    "test_gguf_header::test_a_real_file*",
+    "test_learn::test_what_was_learned*",
 )
 #: Compile the float32 and bfloat16 passes, and the packed-weight passes with the drafters' code; 20 s each.
 #: The first loads with drafter="off", or it would compile the drafters' code too.
