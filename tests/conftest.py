@@ -42,7 +42,7 @@ if not torch.cuda.is_available():
 #: (``pytest --durations=20`` lists them). Others have the mark ``slow`` where they are defined.
 SLOW = (
     "test_first_start::test_nothing_is_compiled*",
-    "test_gpu_check::test_a_dry_run*",
+    "test_gpu_check::*",
     "test_lookahead_budget::test_at_64_rows*",
     "test_attention_compile::test_the_kernels*",
     "test_cpu_widths::test_each_width*",
@@ -70,6 +70,7 @@ SLOW = (
     "test_docs::test_commands_of_pages_run*",
     "test_docs::test_the_notebook*",
     "test_paper::test_a_command_writes*",
+    "test_paper::test_only_first_turns*",
     "test_wheel::*",
     "test_gguf_tokenizer::test_tokens_of_smollm2*",
     "test_adaptive_tune::test_a_gpu_reads*",
