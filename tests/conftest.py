@@ -79,7 +79,7 @@ SLOW = (
     "test_targets::test_a_rotary_base*",
     "test_bench_counting::*",
     "test_gguf_header::test_a_real_file*",
-    "test_learn::test_what_was_learned*",
+    "test_learn::*",
 )
 #: Compile the float32 and bfloat16 passes, and the packed-weight passes with the drafters' code; 20 s each.
 #: The first loads with drafter="off", or it would compile the drafters' code too.
