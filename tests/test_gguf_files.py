@@ -77,7 +77,12 @@ def test_settings_that_transformers_reader_ignores(architecture, changes, tmp_pa
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("rope.scaling.type", "yarn"), ("rope.scaling.factor", 4.0)],
+    [
+        ("rope.scaling.type", "yarn"),
+        ("rope.scaling.type", np.array([1, 2])),
+        ("rope.scaling.factor", 4.0),
+        ("rope.scaling.factor", np.array([1.0, 1.0])),
+    ],
 )
 def test_positions_that_transformers_would_get_wrong(key, value, tiny_gguf):
     """Of architectures that the compiled path does not read; gpt-oss is one whose scaling transformers reads."""

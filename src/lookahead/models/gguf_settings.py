@@ -76,7 +76,8 @@ def check_file(file: GGUFFile) -> GGUFSettings | None:
     scaling = f"{file.metadata.get('general.architecture')}.rope.scaling"
     kind, factor = file.metadata.get(f"{scaling}.type", "linear"), file.metadata.get(f"{scaling}.factor", 0)
     ignored = [name for name in (FREQUENCY_FACTORS, *FACTORS_BY_LENGTH) if name in file.tensors]
-    if kind not in ("none", "linear") or (kind == "linear" and factor not in (0, 1)):
+    unscaled = isinstance(factor, (int, float)) and factor in (0, 1)  # a damaged file may have an array here
+    if not isinstance(kind, str) or kind not in ("none", "linear") or (kind == "linear" and not unscaled):
         ignored.append(scaling)
     if ignored and not scaling.startswith("gpt-oss"):  # whose scaling transformers reads
         raise SettingsError(
