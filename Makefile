@@ -72,7 +72,8 @@ test-llamacpp: $(READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(LLAMACPP) $(RUN)/python -m pytest tests/test_llamacpp.py
 
 # What `make results` compares with: llama.cpp's programs, built for this processor from the source in llama-cpp-python's
-# package, that package on the same build, and OpenVINO GenAI. They are kept out of site-packages. It needs cmake and g++.
+# package, that package on the same build, and OpenVINO GenAI with its quantizer, NNCF. They are kept out of
+# site-packages. It needs cmake and g++.
 PEERS := build/peers
 LLAMACPP_SOURCE := $(PEERS)/llama_cpp_python-0.3.36
 LLAMACPP_BIN ?= $(wildcard $(PEERS)/llama.cpp/bin)
@@ -92,7 +93,8 @@ $(PEERS)/.ready: $(READY)
 	cmake --build $(PEERS)/llama.cpp --parallel $$(getconf _NPROCESSORS_ONLN) --target llama llama-bench llama-cli llama-server llama-lookup \
 	  llama-lookahead llama-quantize
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(PEERS)/packages --upgrade \
-	  openvino==2026.4.1 openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 openvino-telemetry diskcache
+	  openvino==2026.4.1 openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 openvino-telemetry diskcache \
+	  nncf==3.4.0 pydot==4.0.1
 	cp -r $(LLAMACPP_SOURCE)/llama_cpp $(PEERS)/packages/
 	mkdir -p $(PEERS)/packages/llama_cpp_python-0.3.36.dist-info
 	cp $(LLAMACPP_SOURCE)/PKG-INFO $(PEERS)/packages/llama_cpp_python-0.3.36.dist-info/METADATA

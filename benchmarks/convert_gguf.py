@@ -1,15 +1,18 @@
 """Convert a GGUF file to another precision, so that all libraries can be measured in the same one.
 
     python -m benchmarks.convert_gguf IN.gguf OUT.gguf --type BF16        or F32, F16, Q8_0, Q4_0, Q4_K_M, IQ4_NL
+    python -m benchmarks.convert_gguf IN.gguf FOLDER --type INT4          or INT8: OpenVINO's own format
 
 The weights are IN's, dequantized as in transformers; no original model is read. Matrices are packed again; vectors
-(norms, biases) stay in float32, as llama.cpp requires. Q4_K_M and IQ4_NL are made by llama.cpp's quantizer, from F16.
+(norms, biases) stay in float32, as llama.cpp requires. Q4_K_M and IQ4_NL are made by llama.cpp's quantizer, from F16;
+INT4 and INT8 by NNCF, the quantizer of OpenVINO, from F16 too.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -29,12 +32,20 @@ TYPES = {
 }
 #: Formats that llama.cpp's quantizer makes.
 BY_LLAMA_CPP = ("Q4_K_M", "IQ4_NL")
+#: Formats that NNCF makes -> its settings. Like Q4_0, INT4 is symmetric, and embeddings and output rows are in 4 bits
+#: too. Its groups are of 64 weights, because rows of the default model have 576, which is no multiple of 128.
+BY_NNCF = {
+    "INT4": {"mode": "int4_sym", "group_size": 64, "all_layers": True},
+    "INT8": {"mode": "int8_sym"},
+}
 
 
 def convert(source: Path, out: Path, name: str) -> None:
     """Write ``out`` with the metadata of ``source``, its matrices in the format ``name``."""
     if name in BY_LLAMA_CPP:
         return _quantized(source, out, TYPES[name])
+    if name in BY_NNCF:
+        return _compressed(source, out, name)
     reader = GGUFReader(source)
     wanted = GGMLQuantizationType[name]
     writer = GGUFWriter(out, str(reader.fields["general.architecture"].contents()))
@@ -94,12 +105,30 @@ def _quantized(source: Path, out: Path, kind: LlamaFileType) -> None:
             raise SystemExit(f"error: llama.cpp cannot quantize {source} to {kind.name}")
 
 
+def _compressed(source: Path, out: Path, name: str) -> None:
+    """Write OpenVINO's model, compressed by NNCF, and its tokenizer into the folder ``out``."""
+    import nncf
+    import openvino
+    from openvino_genai import LLMPipeline
+
+    with tempfile.TemporaryDirectory() as folder:
+        wide = Path(folder) / "wide.gguf"
+        convert(source, wide, "F16")
+        LLMPipeline(str(wide), "CPU", enable_save_ov_model=True)  # writes the model beside the file
+        model = openvino.Core().read_model(wide.with_name("openvino_model.xml"))
+        settings = BY_NNCF[name] | {"mode": nncf.CompressWeightsMode(BY_NNCF[name]["mode"])}
+        out.mkdir(exist_ok=True)
+        openvino.save_model(nncf.compress_weights(model, **settings), out / "openvino_model.xml")
+        for file in Path(folder).glob("openvino_*tokenizer.*"):
+            shutil.copy(file, out)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--type", choices=TYPES, default="BF16")
+    parser.add_argument("--type", choices=[*TYPES, *BY_NNCF], default="BF16")
     given = parser.parse_args()
     convert(given.source, given.out, given.type)

@@ -1,8 +1,9 @@
-"""OpenVINO GenAI alongside ours, on GGUF files, if the package openvino-genai is installed; never a dependency.
+"""OpenVINO GenAI alongside ours, if the package openvino-genai is installed; never a dependency.
 
     openvino-greedy                plain decoding of the GGUF file that the model was read from
     openvino-lookup                its prompt lookup: at most ten tokens, n-grams of at most three
-    openvino-lookup:FILE           another file; it reads Q8_0, Q4_0 and F16, and neither Q4_1 nor mixed files
+    openvino-lookup:FILE           another file; it reads Q8_0, Q4_0 and F16, and neither Q4_1 nor mixed files; or a
+                                   folder of its own format, which ``benchmarks.convert_gguf`` makes
     openvino-lookup:FILE:5,3       at most five tokens, n-grams of at most three
     openvino-greedy:FILE:f32       computes in float32; the default on a processor with AMX is bf16, which is slower
     openvino-lookup:FILE:5,3:f32   both
@@ -32,6 +33,8 @@ OPENVINO = ("openvino-greedy", "openvino-lookup")
 PACKAGE = "openvino-genai"
 #: The longest n-gram of its prompt lookup; the example in its documentation.
 NGRAM = 3
+#: The file with the graph of a model in a folder of OpenVINO's own format.
+MODEL = "openvino_model.xml"
 #: Precisions of its computation that may be asked for, as OpenVINO names them.
 PRECISIONS = ("f32", "bf16")
 
@@ -42,7 +45,7 @@ class OpenVino(Method):
     Args:
         name: one of ``OPENVINO``.
         given: FILE, or FILE:SETTINGS with TOKENS,NGRAM for prompt lookup, "f32", or both, separated by a colon. An
-            empty file stands for the model's own.
+            empty file stands for the model's own; a folder is read in OpenVINO's own format.
         model: the model under test.
 
     Raises:
@@ -58,10 +61,13 @@ class OpenVino(Method):
                 f"{name} needs {PACKAGE}, which is not installed: pip install {PACKAGE}"
             ) from None
         file, _, settings = given.partition(":")
-        gguf = file or model.gguf
-        if gguf is None or not Path(gguf).is_file():
-            raise SettingsError(f"{name} needs a GGUF file, got {gguf or model.name}; give it as {name}:FILE")
-        self.file = Path(gguf)
+        source = file or model.gguf
+        if source is None or not (Path(source).is_file() or (Path(source) / MODEL).is_file()):
+            raise SettingsError(
+                f"{name} needs a GGUF file or a folder with {MODEL}, got {source or model.name}; "
+                f"give it as {name}:FILE"
+            )
+        self.file = Path(source)
         self.lookup = name.endswith("-lookup")
         self.label = f"{name}:{self.file.name}"
         self.engine: Any = None  # loaded for the first prompt

@@ -55,9 +55,11 @@ CHINESE = {
     r" in ([\w +]+) on the (\S+) path": r", 权重 \1, \2 路径",
     r" \(\[the page\]\((.*?)\)\)\.": r"（[结果页](\1)）。",
     r"\| times plain \(95 %\) \| runs \|": "| 相对普通解码 (95 %) | 各次运行 |",
-    r"In the first run, (\d+) of (\d+) sequences took more than 1\.02 times as long with the default as with plain "
-    r"decoding, and (\d+) more than 1\.1 times; the largest ratio is ([\d.]+)\.": (
-        r"第一次运行中，默认方法有 \1/\2 个序列用时超过普通解码的 1.02 倍，\3 个超过 1.1 倍，最慢 \4。"
+    r"\*\*Slower sequences\*\*: in the first run, (\d+) of (\d+) sequences took more than 1\.02 times as "
+    r"long with the default as with plain decoding, and (\d+) more than 1\.1 times; the largest ratio is "
+    r"([\d.]+)\.": (
+        r"**变慢的序列**：第一次运行中，默认方法有 \1/\2 个序列用时超过普通解码的 1.02 倍，"
+        r"\3 个超过 1.1 倍，最慢 \4。"
     ),
     r" The second run of plain decoding took more than 1\.02 times as long as its first in (\d+) sequences, more "
     r"than 1\.1 times in (\d+), at worst ([\d.]+)\.": (
@@ -67,23 +69,25 @@ CHINESE = {
     r"long, (\d+) more than 1\.1 times, at worst ([\d.]+)\.": (
         r"在[更多类别](\1)上各解码一次，\2/\3 个序列用时超过 1.02 倍，\4 个超过 1.1 倍，最慢 \5。"
     ),
-    r" ?In the (\d+) of (\d+) sequences in which plain decoding repeats no eight tokens, the default has S (\S+) and "
-    r"(\S+( \(\S+\))?) times plain decoding's speed: small models repeat themselves, which favours drafts\.": (
-        r"在普通解码没有重复任何八个 token 的 \1/\2 个序列中，默认方法的 S 为 \3，速度是普通解码的 \4 倍："
-        r"小模型会重复自己，这有利于草稿。"
+    r"\*\*Without loops\*\*: in the (\d+) of (\d+) sequences in which plain decoding repeats no eight "
+    r"tokens, the default has S (\S+) and (\S+( \(\S+\))?) times plain decoding's speed: small models repeat "
+    r"themselves, which favours drafts\.": (
+        r"**没有循环时**：在普通解码没有重复任何八个 token 的 \1/\2 个序列中，默认方法的 S 为 \3，"
+        r"速度是普通解码的 \4 倍：小模型会重复自己，这有利于草稿。"
     ),
-    r"With drafts, llama\.cpp reaches at most (\d+) tokens/s \((.*?)\), and (\d+) without, on three data sets": (
-        r"在三个数据集上，llama.cpp 使用草稿最高每秒 \1 个 token（\2），不用草稿最高 \3"
+    r"\*\*llama\.cpp's own programs\*\* reach at most (\d+) tokens/s with drafts \((.*?)\), and (\d+) without, on "
+    r"three data sets": (
+        r"**llama.cpp 自己的程序**：在三个数据集上，使用草稿最高每秒 \1 个 token（\2），不用草稿最高 \3"
     ),
-    r" Our plain decoding is (\S+) times as fast as llama\.cpp's server in (\S+) after prompts of fewer than (\d+) "
-    r"tokens, (\S+) times after (\d+) to (\d+), and (\S+) times after longer ones": (
-        r"我们的普通解码速度 \1 倍于 llama.cpp 服务器（\2，提示词少于 \3 个 token 时），"
+    r"\*\*Plain decoding\*\* is (\S+) times as fast as llama\.cpp's server in (\S+) after prompts of fewer "
+    r"than (\d+) tokens, (\S+) times after (\d+) to (\d+), and (\S+) times after longer ones": (
+        r"**普通解码**的速度 \1 倍于 llama.cpp 服务器（\2，提示词少于 \3 个 token 时），"
         r"\4 倍（\5 到 \6 个时），更长时 \7 倍"
     ),
     r", because llama\.cpp slows down more with the context": "，因为 llama.cpp 随上下文变慢得更多",
-    r"\. Over the (\d+) runs plain decoding reached (.*?) tokens/s, and llama\.cpp's server (.*?); the host is "
-    r"shared with other virtual machines\.": (
-        r"。\1 次运行中，普通解码每秒 \2 个 token，llama.cpp 服务器 \3 个；主机上还有其他虚拟机。"
+    r"\. In the (\d+) runs it reached (.*?) tokens/s, and llama\.cpp's server (.*?); the host is shared with other "
+    r"virtual machines\.": (
+        r"。\1 次运行中，它每秒 \2 个 token，llama.cpp 服务器 \3 个；主机上还有其他虚拟机。"
     ),
     r"\| equal \|": "| 一致 |",
     r"(\d+) of (\d+)": r"\1/\2",
@@ -158,9 +162,9 @@ def slower(facts: dict[str, Any]) -> str:
     """How many sequences drafting slowed down, and how many plain decoding's second run."""
     adaptive, plain = facts["overall"]["adaptive"], facts["overall"]["plain"]
     text = (
-        f"In the first run, {adaptive['slower']} of {adaptive['timed']} sequences took more than 1.02 times as long "
-        f"with the default as with plain decoding, and {adaptive['much_slower']} more than 1.1 times; the largest "
-        f"ratio is {adaptive['worst']:.2f}."
+        f"- **Slower sequences**: in the first run, {adaptive['slower']} of {adaptive['timed']} sequences took "
+        f"more than 1.02 times as long with the default as with plain decoding, and {adaptive['much_slower']} more "
+        f"than 1.1 times; the largest ratio is {adaptive['worst']:.2f}."
     )
     if plain["worst"] is not None:
         text += (
@@ -195,9 +199,9 @@ def without_loops(facts: dict[str, Any]) -> str:
             own = line["all"]
             between = "" if own["low"] is None else f" ({own['low']:.2f}–{own['high']:.2f})"
             return (
-                f"In the {found[1]} of {found[2]} sequences in which plain decoding repeats no eight tokens, the "
-                f"default has S {own['s_steps']:.2f} and {own['total']:.2f}{between} times plain decoding's speed: "
-                "small models repeat themselves, which favours drafts."
+                f"- **Without loops**: in the {found[1]} of {found[2]} sequences in which plain decoding repeats no "
+                f"eight tokens, the default has S {own['s_steps']:.2f} and {own['total']:.2f}{between} times plain "
+                "decoding's speed: small models repeat themselves, which favours drafts."
             )
     return ""
 
@@ -234,10 +238,10 @@ def by_length(records: Sequence[Record]) -> str:
     first, last = LENGTHS
     rises = ", because llama.cpp slows down more with the context" if ratios == sorted(ratios) else ""
     return (
-        f"Our plain decoding is {ratios[0]:.2f} times as fast as llama.cpp's server in {kind} after prompts of fewer "
-        f"than {first} tokens, {ratios[1]:.2f} times after {first} to {last - 1}, and {ratios[2]:.2f} times after "
-        f"longer ones{rises}. Over the {len(repeats)} runs plain decoding reached {ours} tokens/s, and llama.cpp's "
-        f"server {theirs}; the host is shared with other virtual machines."
+        f"- **Plain decoding** is {ratios[0]:.2f} times as fast as llama.cpp's server in {kind} after prompts of "
+        f"fewer than {first} tokens, {ratios[1]:.2f} times after {first} to {last - 1}, and {ratios[2]:.2f} times "
+        f"after longer ones{rises}. In the {len(repeats)} runs it reached {ours} tokens/s, and llama.cpp's server "
+        f"{theirs}; the host is shared with other virtual machines."
     )
 
 
@@ -255,8 +259,8 @@ def own_programs(figures: dict[str, list[list[str]]]) -> str:
 
     (plain, _), (drafted, mode) = best(False), best(True)
     return (
-        f"With drafts, llama.cpp reaches at most {drafted:.0f} tokens/s ({mode}), and {plain:.0f} without, on three "
-        "data sets ([the page](docs/results/llamacpp-examples.md))."
+        f"- **llama.cpp's own programs** reach at most {drafted:.0f} tokens/s with drafts ({mode}), and {plain:.0f} "
+        "without, on three data sets ([the page](docs/results/llamacpp-examples.md))."
     )
 
 
@@ -326,24 +330,24 @@ def with_blocks(text: str, words: Mapping[str, str] = MappingProxyType({})) -> s
         where = f"{facts['where']} ([the page](docs/results/{PAGE}.md)). {facts['busy']}".strip()
         others = RESULTS / "end-to-end.json"
         elsewhere = slower_elsewhere(json.loads(others.read_text())) if others.is_file() else ""
-        told = " ".join(filter(None, [slower(facts), elsewhere, without_loops(facts)]))
-        blocks["speeds"] = f"{_size(facts['command'])}{where}\n\n{speeds(facts)}\n\n{told}"
-        page = RESULTS / "llamacpp-examples.json"
-        if page.is_file():
-            blocks["speeds"] += " " + own_programs(json.loads(page.read_text())["figures"])
+        told = [f"{slower(facts)} {elsewhere}".rstrip(), without_loops(facts)]
         page = RESULTS / "records" / f"{PAGE}.jsonl.gz"
         if page.is_file():
-            blocks["speeds"] = f"{blocks['speeds']} {by_length(committed.read(page)[1])}".rstrip()
+            told.append(by_length(committed.read(page)[1]))
+        page = RESULTS / "llamacpp-examples.json"
+        if page.is_file():
+            told.append(own_programs(json.loads(page.read_text())["figures"]))
+        blocks["speeds"] = f"{_size(facts['command'])}{where}\n\n{speeds(facts)}\n\n" + "\n".join(
+            filter(None, told)
+        )
     page = RESULTS / f"{LARGER_PAGE}.json"
     if page.is_file():
         facts = json.loads(page.read_text())
         where = f"{facts['where']} ([the page](docs/results/{LARGER_PAGE}.md)). {facts['busy']}".strip()
-        told = (
-            " ".join(filter(None, [slower(facts), without_loops(facts)]))
-            if "adaptive" in facts["overall"]
-            else ""
-        )
-        blocks["larger"] = f"{_size(facts['command'])}{where}\n\n{speeds(facts)}\n\n{told}".rstrip()
+        told = [slower(facts), without_loops(facts)] if "adaptive" in facts["overall"] else []
+        blocks["larger"] = (
+            f"{_size(facts['command'])}{where}\n\n{speeds(facts)}\n\n" + "\n".join(filter(None, told))
+        ).rstrip()
     page = RESULTS / "startup.json"
     if page.is_file():
         served = RESULTS / "serve.json"

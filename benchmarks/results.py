@@ -36,7 +36,7 @@ from lookahead.cli.bench import command_line
 from lookahead.core import SettingsError
 
 from . import gpu_model, listed, quoted, readme
-from .convert_gguf import BY_LLAMA_CPP, convert, export
+from .convert_gguf import BY_LLAMA_CPP, BY_NNCF, convert, export
 from .datasets import SETS
 from .llamacpp_examples import MODES, SERVER
 from .llamacpp_server import LLAMA_SERVER
@@ -72,7 +72,7 @@ OPENVINO_PAGE, EXAMPLES_PAGE = "bench-openvino", "llamacpp-examples"
 #: precision, if it is not OpenVINO's default.
 OPENVINO = {
     "openvino-greedy": ("", "f32"),
-    "openvino-lookup": ("3,3", "5,3", "10,3", "3,3:f32", "5,3:f32", "10,3:f32"),
+    "openvino-lookup": ("3,3", "5,3", "3,3:f32", "5,3:f32"),
 }
 #: The settings that those pages try, by method; without a page, the last one counts as the fastest.
 TRIED = {**OPENVINO, LLAMA_SERVER: tuple(mode.replace(" ", ":") for mode in MODES if mode != "none")}
@@ -303,6 +303,7 @@ PEERS_HOW = {
 #: Page -> what a reader must know about its comparison.
 NOTES = {
     "bench-packed": "The file is made from the default model's Q4_1 file: embeddings and output rows are Q4_0 too. "
+    "OpenVINO's INT4 is made from the same weights ([its page](bench-openvino.md)). "
     "`lookahead:15,5,15` has the paper's settings and decodes in the first run only. "
     "`adaptive:sources=suffix+logits+jacobi` does without the base table; llama.cpp's ngram-cache can load "
     "statistics of text from a file too, but there is none for this model. llama.cpp's ngram modes are among those "
@@ -315,10 +316,11 @@ NOTES = {
     "bench-packed-q4_k_m": "Rows of SmolLM2 have 576 weights, not a multiple of 256, so most matrices of its "
     "Q4_K_M file are Q5_0 and Q8_0. Files of larger models consist mostly of Q4_K and Q6_K, for which llama.cpp has "
     "faster kernels, so its figures here do not apply to them.",
-    "bench-openvino": "OpenVINO GenAI reads the same GGUF file, so that all have the same weights; its own "
-    "compressed format (NNCF) and the precision of its key-value cache were not varied. In README's table, it has "
-    "the fastest precision and setting of this page, over all prompts; settings whose speeds are within a few "
-    "percent are a tie.",
+    "bench-openvino": "The names with INT4 and INT8 are OpenVINO's own format, made from the same weights by its "
+    "quantizer, NNCF: INT4 is symmetric in groups of 64, embeddings and output rows included, and INT8 is symmetric "
+    "by rows. OpenVINO GenAI also reads GGUF files in Q4_0. The precision of its key-value cache was not varied. In "
+    "README's table, it has INT4 with the fastest precision and setting of this page, over all prompts; settings "
+    "whose speeds are within a few percent are a tie.",
     readme.LARGER_PAGE: "All methods read the same file, except rows whose file is in Q4_0: it is converted from the "
     "other, and llama.cpp repacks it for this processor. The package includes no base table for this "
     "model: the first adaptive drafter has none, and the second has the one that `lookahead learn` makes in ten "
@@ -485,19 +487,21 @@ def _packed(given: Sources) -> list[Step]:
     """Packed weights, the default: greedy in two formats, and the model's own file sampled and with the light head.
 
     Each peer gets its best format of about as many bits: llama.cpp Q4_0 and IQ4_NL, which it repacks while loading,
-    and OpenVINO GenAI Q4_0; ours gets the same Q4_0 file. Q4_K_M is the most common file. The first page has OpenVINO
-    GenAI alone, in 4 and 8 bits, and chooses its settings for the second. Cells of a peer that is not installed say
-    so.
+    and OpenVINO GenAI its own INT4; ours gets the Q4_0 file. Q4_K_M is the most common file. The first page has
+    OpenVINO GenAI alone, in 4 and 8 bits, and chooses its settings for the second. Cells of a peer that is not
+    installed say so.
     """
     model, planned = given.model, []
     assert model is not None
     has_llama_cpp = find_spec("llama_cpp") is not None
-    if find_spec("openvino_genai") is None:
-        _left_out(OPENVINO_PAGE, why="openvino-genai is not installed")
+    has_openvino = find_spec("openvino_genai") is not None and find_spec("nncf") is not None
+    if not has_openvino:
+        _left_out(OPENVINO_PAGE, why="openvino-genai and nncf must be installed")
     else:
-        small, large = _converted(model, "Q4_0"), _converted(model, "Q8_0")
-        methods = [_with_setting(head, small, each) for head, tried in OPENVINO.items() for each in tried]
-        methods += [f"openvino-greedy:{large}:f32", f"openvino-lookup:{large}:3,3:f32"]
+        small, own = _converted(model, "Q4_0"), _converted(model, "INT4")
+        methods = [_with_setting(head, own, each) for head, tried in OPENVINO.items() for each in tried]
+        for other in (small, _converted(model, "INT8")):
+            methods += [f"openvino-greedy:{other}:f32", f"openvino-lookup:{other}:3,3:f32"]
         words = _beside(small, FEW[::2], given, max(2, 5 * given.limit // 4), 1, methods)
         planned.append(_to_records(OPENVINO_PAGE, [*words, *SHORT], 0.85 * given.limit))
     # page, format, temperature, prompts of each set, minutes for one of them
@@ -523,7 +527,8 @@ def _packed(given: Sources) -> list[Step]:
             methods += [f"{LLAMA_SERVER}:{path}" for path in files]
         if kind == "Q4_0":
             methods += [f"{LLAMA_SERVER}:{file}:{each}" for each in (FASTEST_DEFAULT, FASTEST)]
-            methods += [f"{head}:{file}:{FASTEST}" for head in OPENVINO]
+            own = _converted(model, "INT4") if has_openvino else file
+            methods += [f"{head}:{own}:{FASTEST}" for head in OPENVINO]
         words = _beside(file, SETS, given, limit, REPEATS, methods)
         words += ["--temperature", str(temperature)] if temperature else []
         words += ["--once", PAPERS] if PAPERS in methods else []
@@ -565,7 +570,7 @@ def _to_records(name: str, words: Sequence[str], minutes: float) -> Step:
 
 def _converted(model: Path, kind: str) -> Path:
     """The model in another format, below the repository's folder; made unless it exists."""
-    file = Path(f"build/results/{_stem(model)}.{kind}.gguf")
+    file = Path(f"build/results/{_stem(model)}.{kind}.{'openvino' if kind in BY_NNCF else 'gguf'}")
     _convert(model, ROOT / file, kind)
     return file
 
@@ -576,8 +581,8 @@ def _stem(model: Path) -> str:
 
 
 def _convert(model: Path, file: Path, kind: str) -> None:
-    """Convert the model to another format, unless the file exists."""
-    if not file.is_file():
+    """Convert the model to another format, unless the file, or the folder of OpenVINO's own format, exists."""
+    if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         convert(model, file.with_suffix(".part"), kind)
         file.with_suffix(".part").rename(file)

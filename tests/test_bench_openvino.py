@@ -68,9 +68,16 @@ def test_other_settings_are_refused(file, name):
 def test_what_cannot_be_measured_is_refused_with_what_to_do(file):
     model = ModelUnderTest("fake", FakeTarget(32), gguf=str(file))
     with pytest.raises(
-        SettingsError, match=r"needs a GGUF file, got none\.gguf; give it as openvino-greedy:FILE"
+        SettingsError,
+        match=r"needs a GGUF file or a folder with openvino_model\.xml, got none\.gguf; give it as",
     ):
         make_methods("openvino-greedy:none.gguf", model)
+    (file.parent / "x.INT4.openvino").mkdir()
+    with pytest.raises(SettingsError, match=r"a folder with openvino_model\.xml, got .*x\.INT4\.openvino"):
+        make_methods(f"openvino-greedy:{file.parent}/x.INT4.openvino", model)
+    (file.parent / "x.INT4.openvino" / "openvino_model.xml").touch()
+    (peer,) = make_methods(f"openvino-lookup:{file.parent}/x.INT4.openvino:3,3", model)
+    assert peer.label == "openvino-lookup:x.INT4.openvino:3,3"
     (peer,) = make_methods("openvino-greedy", model)
     with pytest.raises(SettingsError, match=r"openvino-greedy:x\.gguf is greedy, got temperature 0\.7"):
         peer.decode(model, [1], RunOptions(temperature=0.7))

@@ -153,9 +153,14 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
         "| ours, adaptive, the default | 160 | 151 | 1.63 (1.50–1.71) | 1.60–1.66 | 1.71 | 3 of 4 |" in text
     )
     assert "| OpenVINO GenAI prompt lookup, BF16, (5,3), f32 | 56 | 44 | 0.53 | – | 1.50 | – |" in text
-    assert "In the first run, 2 of 4 sequences took more than 1.02 times as long with the default" in text
+    assert (
+        "- **Slower sequences**: in the first run, 2 of 4 sequences took more than 1.02 times as long" in text
+    )
     assert "and 1 more than 1.1 times; the largest ratio is 1.20." in text
-    assert "In the 3 of 4 sequences in which plain decoding repeats no eight tokens" in text
+    assert (
+        "\n- **Without loops**: in the 3 of 4 sequences in which plain decoding repeats no eight tokens"
+        in text
+    )
     assert "has S 1.32 and 1.25 (1.10–1.40) times plain decoding's speed" in text
     assert readme.with_blocks(text) == text
     assert readme.with_blocks(text.replace("| 160 |", "| 161 |")) == text
@@ -203,7 +208,9 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
         (tmp_path / weights).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / weights).touch()
     larger = Path("build/models/large.gguf"), Path("build/models/larger.safetensors")
-    pages, printed = plan(["llama_cpp", "openvino_genai"], llamacpp_bin=tmp_path / "bin", larger=larger)
+    pages, printed = plan(
+        ["llama_cpp", "openvino_genai", "nncf"], llamacpp_bin=tmp_path / "bin", larger=larger
+    )
     assert list(pages) == EVERY_PAGE
     assert not printed
     packed = " ".join(pages["bench-packed"].chosen())
@@ -214,8 +221,8 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf llamacpp-server:build/results/SmolLM2.IQ4_NL.gguf "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-mod "
         "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-mod:6,2,8 "
-        "openvino-greedy:build/results/SmolLM2.Q4_0.gguf:f32 "
-        "openvino-lookup:build/results/SmolLM2.Q4_0.gguf:10,3:f32 --once lookahead:15,5,15 "
+        "openvino-greedy:build/results/SmolLM2.INT4.openvino:f32 "
+        "openvino-lookup:build/results/SmolLM2.INT4.openvino:5,3:f32 --once lookahead:15,5,15 "
         "--out build/results/bench-packed"
     )
     for name in ("bench-packed-q4_k_m", "bench-packed-sampled"):
@@ -226,7 +233,9 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     tried = " ".join(pages["bench-openvino"].words)
     for head, settings in results.OPENVINO.items():
         for setting in settings:
-            assert f"{head}:build/results/SmolLM2.Q4_0.gguf:{setting}".removesuffix(":") in tried
+            assert f"{head}:build/results/SmolLM2.INT4.openvino:{setting}".removesuffix(":") in tried
+    for other in ("Q4_0.gguf", "INT8.openvino"):
+        assert f" openvino-lookup:build/results/SmolLM2.{other}:3,3:f32" in tried
     examples = " ".join(pages["llamacpp-examples"].words)
     assert "--model build/results/SmolLM2.Q4_0.gguf --workload stdlib --workload humaneval --work" in examples
     assert "--limit 2 --repeats 3 " in examples
@@ -236,7 +245,7 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     assert "--limit 1 " in " ".join(small["llamacpp-examples"].words)
     for limit, most in ((8, 180), (10, 210)):  # an evening on two quiet cores
         pages, _ = plan(
-            ["llama_cpp", "openvino_genai"], limit=limit, llamacpp_bin=tmp_path / "bin", larger=larger
+            ["llama_cpp", "openvino_genai", "nncf"], limit=limit, llamacpp_bin=tmp_path / "bin", larger=larger
         )
         assert 90 < sum(step.minutes for name, step in pages.items() if name != "trained") < most
 
@@ -245,7 +254,7 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
 def test_the_plan_has_as_many_prompts_as_committed_records_must_have(plan, limit):
     """test_committed_records_are_whole needs this many pairs of prompt and repeat in each data set."""
     pages, _ = plan(
-        ["llama_cpp", "openvino_genai"], limit=limit, larger=(Path("a.gguf"), Path("a.safetensors"))
+        ["llama_cpp", "openvino_genai", "nncf"], limit=limit, larger=(Path("a.gguf"), Path("a.safetensors"))
     )
     with_records = [name for name in pages if name.startswith("bench-") or name in results.STUDY]
     assert len(with_records) == 7 + len(results.STUDY)
@@ -289,7 +298,7 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
         assert f"{peer}build/results/SmolLM2.Q4_0.gguf" in " ".join(pages["bench-packed"].words), (
             "its cells say why"
         )
-    assert "bench-openvino: left out; openvino-genai is not installed" in printed
+    assert "bench-openvino: left out; openvino-genai and nncf must be installed" in printed
     assert list(plan(model="")[0]) == ["startup", "serve", "rows", *OTHERS, *results.STUDY]
 
 
@@ -328,7 +337,7 @@ def test_a_page_depends_on_its_own_programs_and_not_on_those_of_others(plan, tmp
     for weights in (*results.TRAINED, "build/text", results.VLLM_READY):
         (tmp_path / weights).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / weights).touch()
-    pages, _ = plan(["llama_cpp", "openvino_genai"], llamacpp_bin=tmp_path / "bin")
+    pages, _ = plan(["llama_cpp", "openvino_genai", "nncf"], llamacpp_bin=tmp_path / "bin")
     used = {name: step.sources() for name, step in pages.items()}
     assert {"src", "benchmarks/rows.py", "benchmarks/page.py", "benchmarks/datasets.py"} <= set(used["rows"])
     assert not {"benchmarks/serve.py", "benchmarks/paper/*"} & set(used["rows"])
@@ -439,24 +448,24 @@ def test_the_fastest_modes_of_llama_cpp_go_beside_ours(plan, tmp_path):
 
 
 def test_the_fastest_settings_of_openvino_go_beside_ours(plan, tmp_path):
-    step = plan(["llama_cpp", "openvino_genai"])[0]["bench-packed"]
+    step = plan(["llama_cpp", "openvino_genai", "nncf"])[0]["bench-packed"]
     totals = {
-        f"{head}:SmolLM2.Q4_0.gguf:{each}".removesuffix(":"): {"total": 1.0}
+        f"{head}:SmolLM2.INT4.openvino:{each}".removesuffix(":"): {"total": 1.0}
         for head, settings in results.OPENVINO.items()
         for each in settings
     }
-    totals |= {"openvino-lookup:SmolLM2.Q8_0.gguf:3,3": {"total": 9.0}, "plain": {"total": 1.0}}
-    totals["openvino-lookup:SmolLM2.Q4_0.gguf:5,3"] = {"total": 1.5}
-    totals["openvino-lookup:SmolLM2.Q4_0.gguf:3,3"] = {"total": None}
-    totals["openvino-greedy:SmolLM2.Q4_0.gguf"] = {"total": 1.1}
+    totals |= {"openvino-lookup:SmolLM2.INT8.openvino:3,3": {"total": 9.0}, "plain": {"total": 1.0}}
+    totals["openvino-lookup:SmolLM2.INT4.openvino:5,3"] = {"total": 1.5}
+    totals["openvino-lookup:SmolLM2.INT4.openvino:3,3"] = {"total": None}
+    totals["openvino-greedy:SmolLM2.INT4.openvino"] = {"total": 1.1}
     (tmp_path / "bench-openvino.json").write_text(json.dumps({"overall": totals}))
-    file = "build/results/SmolLM2.Q4_0.gguf"
+    file = "build/results/SmolLM2.INT4.openvino"
     assert f"openvino-greedy:{file} openvino-lookup:{file}:5,3" in " ".join(step.chosen())
     words = step.chosen()
     command = results.command_line(list(words[2:]), f"python -m {words[1]}")
     step.page.write_text(json.dumps({"command": command, **made_here(), "figures": []}))
     assert step.is_done()
-    totals["openvino-lookup:SmolLM2.Q4_0.gguf:10,3"] = {"total": 2.0}
+    totals["openvino-lookup:SmolLM2.INT4.openvino:5,3:f32"] = {"total": 2.0}
     (tmp_path / "bench-openvino.json").write_text(json.dumps({"overall": totals}))
     assert not step.is_done(), "made with another setting"
 
