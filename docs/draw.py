@@ -8,7 +8,12 @@ The traces in docs/traces are of SmolLM2-135M-Instruct in Q4_1 (the default mode
     lookahead generate --prompt-file PROMPT --drafter lookahead:5,4,5:pool_from_prompt=false:pool_from_output=false \
         --max-new-tokens 96 --trace docs/traces/window.jsonl
 
-likewise jacobi:block_size=8 and adaptive:rows=16. The prompt is a chat, which ``prompt()`` gives.
+likewise jacobi:block_size=8 and adaptive:rows=16. The prompt is a chat, which ``prompt()`` gives. The picture of a
+completion is of the second prompt of ``lookahead demo``, with the default drafter and 128 tokens:
+
+    lookahead generate --chat --prompt-file src/lookahead/cli/demo_prompts/2-write.txt \
+        --trace docs/traces/completion.jsonl
+
 A test compares pages and images with what this draws, so they cannot fall behind the code.
 """
 
@@ -26,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from lookahead.cli.demo import PROMPTS
 from lookahead.cli.show import page_of
 from lookahead.core import TokenTree, verify
 from lookahead.drafters import NGramPool, Window
@@ -42,6 +48,7 @@ TEXT = [WORDS.index(word) for word in PROMPT]
 #: Steps of docs/traces/window.jsonl that the chapter on the window shows, and a later one that accepts their n-gram.
 SHOWN, ACCEPTING = (5, 6, 7), 16
 COLOURS = ("#1f5fbf", "#9a4a00", "#0d6e5f", "#8a2b77", "#4c6300")
+DARK_COLOURS = ("#8ab4ff", "#f0a860", "#5fd0bb", "#e59ad4", "#b5cf5c")
 
 
 # ------------------------------------------------------------------ a step on a toy model
@@ -417,7 +424,40 @@ def draw_speeds(chinese: bool = False) -> str:
     )
 
 
+def draw_completion(chinese: bool = False) -> str:
+    """A completion of the default drafter: the tokens of one forward pass share a colour."""
+    steps, texts = steps_of("completion")
+    lines: list[list[tuple[str, str]]] = [[]]  # of (text, class)
+    for line in wrap((PROMPTS / "2-write.txt").read_text(), 88):
+        lines[-1:] = [[(line, "s")], []]
+    lines += [[]]
+    for number, record in enumerate(steps):
+        for token in record["tokens"]:
+            first, *others = texts[token].split("\n")
+            lines[-1].append((first, f"c{number % len(COLOURS)}"))
+            lines += [[(part, f"c{number % len(COLOURS)}")] for part in others]
+    count, passes = sum(len(record["tokens"]) for record in steps), len(steps)
+    total = f"{count} tokens from {passes} forward passes"
+    lines += [[], [(f"{passes} 次前向传播得到 {count} 个 token" if chinese else total, "s")]]
+    parts = []
+    for number, line in enumerate(lines):
+        spans = "".join(f'<tspan class="{kind}">{escape(text)}</tspan>' for text, kind in line if text)
+        parts.append(f'<text x="12" y="{22 + 16 * number}" xml:space="preserve">{spans}</text>')
+    light = "".join(f".c{n}{{fill:{colour}}}" for n, colour in enumerate(COLOURS))
+    dark = "".join(f".c{n}{{fill:{colour}}}" for n, colour in enumerate(DARK_COLOURS))
+    style = (
+        "text{font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;white-space:pre}"
+        f".s{{fill:#6a655c}}{light}@media(prefers-color-scheme:dark){{.s{{fill:#a59f93}}{dark}}}"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 {14 + 16 * len(lines)}" role="img">'
+        f"<title>{total}</title><style>{style}</style>" + "".join(parts) + "</svg>\n"
+    )
+
+
 IMAGES = {
+    "images/completion.svg": draw_completion,
+    "images/completion.zh.svg": partial(draw_completion, chinese=True),
     "images/lesson-costs.svg": draw_costs_image,
     "images/lesson-window.svg": draw_window_image,
     "images/speeds.svg": draw_speeds,
