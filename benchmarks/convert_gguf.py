@@ -32,16 +32,20 @@ TYPES = {
 }
 #: Formats that llama.cpp's quantizer makes.
 BY_LLAMA_CPP = ("Q4_K_M", "IQ4_NL")
-#: Formats that NNCF makes -> its settings. Like Q4_0, INT4 is symmetric, and embeddings and output rows are in 4 bits
-#: too. Its groups are of 64 weights, because rows of the default model have 576, which is no multiple of 128.
+#: Formats that NNCF makes -> its mode and other settings. Like Q4_0, INT4 is symmetric, and embeddings and output
+#: rows are in 4 bits too. Its groups are of 64 weights, because rows of the default model have 576, which is no
+#: multiple of 128.
 BY_NNCF = {
-    "INT4": {"mode": "int4_sym", "group_size": 64, "all_layers": True},
-    "INT8": {"mode": "int8_sym"},
+    "INT4": ("int4_sym", {"group_size": 64, "all_layers": True}),
+    "INT8": ("int8_sym", {}),
 }
 
 
 def convert(source: Path, out: Path, name: str) -> None:
-    """Write ``out`` with the metadata of ``source``, its matrices in the format ``name``."""
+    """Write ``out`` with the metadata of ``source``, its matrices in the format ``name``.
+
+    ``out`` is a file, or a folder if NNCF makes the format.
+    """
     if name in BY_LLAMA_CPP:
         return _quantized(source, out, TYPES[name])
     if name in BY_NNCF:
@@ -116,9 +120,10 @@ def _compressed(source: Path, out: Path, name: str) -> None:
         convert(source, wide, "F16")
         LLMPipeline(str(wide), "CPU", enable_save_ov_model=True)  # writes the model beside the file
         model = openvino.Core().read_model(wide.with_name("openvino_model.xml"))
-        settings = BY_NNCF[name] | {"mode": nncf.CompressWeightsMode(BY_NNCF[name]["mode"])}
+        mode, settings = BY_NNCF[name]
+        model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode(mode), **settings)
         out.mkdir(exist_ok=True)
-        openvino.save_model(nncf.compress_weights(model, **settings), out / "openvino_model.xml")
+        openvino.save_model(model, out / "openvino_model.xml")
         for file in Path(folder).glob("openvino_*tokenizer.*"):
             shutil.copy(file, out)
 

@@ -16,7 +16,7 @@ from lookahead.bench.record import Record
 from lookahead.bench.report import markdown_table
 
 from . import startup
-from .blocks import with_block
+from .blocks import made, with_block
 from .llamacpp_server import LLAMA_SERVER
 from .paper import committed
 
@@ -65,9 +65,9 @@ CHINESE = {
     r"than 1\.1 times in (\d+), at worst ([\d.]+)\.": (
         r"普通解码的第二次运行中，用时超过第一次 1.02 倍的有 \1 个，超过 1.1 倍的有 \2 个，最慢 \3。"
     ),
-    r" On \[more categories\]\((.*?)\), decoded once each, (\d+) of (\d+) sequences took more than 1\.02 times as "
-    r"long, (\d+) more than 1\.1 times, at worst ([\d.]+)\.": (
-        r"在[更多类别](\1)上各解码一次，\2/\3 个序列用时超过 1.02 倍，\4 个超过 1.1 倍，最慢 \5。"
+    r" On \[more categories\]\((.*?)\), decoded once each \((.*?), commit (\w+)\), (\d+) of (\d+) sequences took "
+    r"more than 1\.02 times as long, (\d+) more than 1\.1 times, at worst ([\d.]+)\.": (
+        r"在[更多类别](\1)上各解码一次（\2，commit \3），\4/\5 个序列用时超过 1.02 倍，\6 个超过 1.1 倍，最慢 \7。"
     ),
     r"\*\*Without loops\*\*: in the (\d+) of (\d+) sequences in which plain decoding repeats no eight "
     r"tokens, the default has S (\S+) and (\S+( \(\S+\))?) times plain decoding's speed: small models repeat "
@@ -185,9 +185,12 @@ def slower_elsewhere(facts: dict[str, Any]) -> str:
         sum(each[key] for each in own) for key in ("timed", "slower", "much_slower")
     )
     worst = max(each["worst"] for each in own)
+    machine, commit = made(facts)
     return (
-        f"On [more categories](docs/results/end-to-end.md), decoded once each, {slower} of {timed} sequences took "
-        f"more than 1.02 times as long, {much_slower} more than 1.1 times, at worst {worst:.2f}."
+        f"On [more categories](docs/results/end-to-end.md), decoded once each ({machine.partition(',')[0]}, "
+        f"commit {commit[:7]}), "
+        f"{slower} of {timed} sequences took more than 1.02 times as long, {much_slower} more than 1.1 times, "
+        f"at worst {worst:.2f}."
     )
 
 

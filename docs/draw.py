@@ -263,6 +263,14 @@ def svg(width: float, height: float, parts: Iterable[str], title: str) -> str:
     )
 
 
+def themed_svg(width: float, height: float, parts: Iterable[str], title: str, style: str) -> str:
+    """A picture without a ground, whose style has colours for light and dark pages."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img">'
+        f"<title>{escape(title)}</title><style>{style}</style>" + "".join(parts) + "</svg>\n"
+    )
+
+
 def box(x: float, y: float, w: float, h: float, fill: str, more: str = "") -> str:
     return f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="3" fill="{fill}" {more}/>'
 
@@ -418,27 +426,27 @@ def draw_speeds(chinese: bool = False) -> str:
         ".other{fill:#b9b3a7}@media(prefers-color-scheme:dark){text{fill:#eeebe4}.s{fill:#a59f93}.best{fill:#8ab4ff}"
         ".ours{fill:#4a6ea8}.other{fill:#5c574e}}"
     )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + wide + 43} {y + 10}" role="img">'
-        f"<title>{escape(title)}</title><style>{style}</style>" + "".join(parts) + "</svg>\n"
-    )
+    return themed_svg(left + wide + 43, y + 10, parts, title, style)
 
 
 def draw_completion(chinese: bool = False) -> str:
     """A completion of the default drafter: the tokens of one forward pass share a colour."""
     steps, texts = steps_of("completion")
-    lines: list[list[tuple[str, str]]] = [[]]  # of (text, class)
-    for line in wrap((PROMPTS / "2-write.txt").read_text(), 88):
-        lines[-1:] = [[(line, "s")], []]
-    lines += [[]]
+    lines = [[(line, "s")] for line in wrap((PROMPTS / "2-write.txt").read_text(), 88)]  # of (text, class)
+    lines += [[], []]
     for number, record in enumerate(steps):
+        colour = f"c{number % len(COLOURS)}"
         for token in record["tokens"]:
             first, *others = texts[token].split("\n")
-            lines[-1].append((first, f"c{number % len(COLOURS)}"))
-            lines += [[(part, f"c{number % len(COLOURS)}")] for part in others]
+            lines[-1].append((first, colour))
+            lines += [[(part, colour)] for part in others]
     count, passes = sum(len(record["tokens"]) for record in steps), len(steps)
-    total = f"{count} tokens from {passes} forward passes"
-    lines += [[], [(f"{passes} 次前向传播得到 {count} 个 token" if chinese else total, "s")]]
+    total = (
+        f"{passes} 次前向传播得到 {count} 个 token"
+        if chinese
+        else f"{count} tokens from {passes} forward passes"
+    )
+    lines += [[], [(total, "s")]]
     parts = []
     for number, line in enumerate(lines):
         spans = "".join(f'<tspan class="{kind}">{escape(text)}</tspan>' for text, kind in line if text)
@@ -449,10 +457,7 @@ def draw_completion(chinese: bool = False) -> str:
         "text{font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;white-space:pre}"
         f".s{{fill:#6a655c}}{light}@media(prefers-color-scheme:dark){{.s{{fill:#a59f93}}{dark}}}"
     )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 {14 + 16 * len(lines)}" role="img">'
-        f"<title>{total}</title><style>{style}</style>" + "".join(parts) + "</svg>\n"
-    )
+    return themed_svg(680, 14 + 16 * len(lines), parts, total, style)
 
 
 IMAGES = {

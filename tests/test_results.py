@@ -139,8 +139,16 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
             ("adaptive", 3, 1.44),
         )
     ]
-    (tmp_path / "end-to-end.json").write_text(json.dumps({"figures": elsewhere}))
+    (tmp_path / "end-to-end.json").write_text(
+        json.dumps(
+            {
+                "where": "A CPU, 2 cores, avx2, 2 threads, torch 2, commit 0123abc4567, a model",
+                "figures": elsewhere,
+            }
+        )
+    )
     text = readme.with_blocks(TEXT)
+    assert "decoded once each (A CPU, commit 0123abc), " in text
     assert (
         "5 of 20 sequences took more than 1.02 times as long, 2 more than 1.1 times, at worst 1.44." in text
     )
