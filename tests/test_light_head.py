@@ -45,6 +45,12 @@ VOCABULARY, HIDDEN, WIDTH = 96, 64, 96
 RANDOM = np.random.default_rng(0)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """Each test draws the same numbers, whichever tests ran before it."""
+    RANDOM.bit_generator.state = np.random.default_rng(7).bit_generator.state
+
+
 def numbers(*shape, scale=1.0):
     return (RANDOM.standard_normal(shape) * scale).astype(np.float32)
 
