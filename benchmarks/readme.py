@@ -27,6 +27,8 @@ README, README_ZH = ROOT / "README.md", ROOT / "README.zh.md"
 PAGE = "bench-packed"
 #: The page of the larger model.
 LARGER_PAGE = "bench-larger"
+#: The page of the larger model in Q4_0, converted from its own file.
+LARGER_Q4_0_PAGE = "bench-larger-q4_0"
 #: Numbers of prompt tokens between which plain decoding is compared with llama.cpp's server by length.
 LENGTHS = (128, 256)
 #: method in the records -> name in the README; other methods are on the page only
@@ -85,6 +87,9 @@ CHINESE = {
         r"\4 倍（\5 到 \6 个时），更长时 \7 倍"
     ),
     r", because llama\.cpp slows down more with the context": "，因为 llama.cpp 随上下文变慢得更多",
+    r"With all methods in Q4_0, tokens/s over all sequences \(\[the page\]\((.*?)\)\): (.*)\.": (
+        r"所有方法都用 Q4_0 时，全部序列合计每秒的 token 数（[结果页](\1)）：\2。"
+    ),
     r"\. In the (\d+) runs it reached (.*?) tokens/s, and llama\.cpp's server (.*?); the host is shared with other "
     r"virtual machines\.": (
         r"。\1 次运行中，它每秒 \2 个 token，llama.cpp 服务器 \3 个；主机上还有其他虚拟机。"
@@ -285,6 +290,21 @@ def first_token(figures: Sequence[dict[str, Any]]) -> str:
     return ""
 
 
+def in_q4_0(facts: dict[str, Any]) -> str:
+    """Tokens per second of the larger model in Q4_0, over all sequences of its page.
+
+    Args:
+        facts: those of the page.
+    """
+    rates: dict[str, float] = {}
+    for method, total in facts["overall"].items():
+        if total["rate"] is not None:
+            rates[_name(method).replace(", Q4_0", "")] = total["rate"]
+    told = "; ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+    page = f"[the page](docs/results/{LARGER_Q4_0_PAGE}.md)"
+    return f"With all methods in Q4_0, tokens/s over all sequences ({page}): {told}."
+
+
 def behind(found: dict[str, Any], served: Sequence[dict[str, Any]] = ()) -> str:
     """Start-up, memory and first use as a list.
 
@@ -347,10 +367,10 @@ def with_blocks(text: str, words: Mapping[str, str] = MappingProxyType({})) -> s
     if page.is_file():
         facts = json.loads(page.read_text())
         where = f"{facts['where']} ([the page](docs/results/{LARGER_PAGE}.md)). {facts['busy']}".strip()
-        told = [slower(facts), without_loops(facts)] if "adaptive" in facts["overall"] else []
-        blocks["larger"] = (
-            f"{_size(facts['command'])}{where}\n\n{speeds(facts)}\n\n" + "\n".join(filter(None, told))
-        ).rstrip()
+        blocks["larger"] = f"{_size(facts['command'])}{where}\n\n{speeds(facts)}"
+        page = RESULTS / f"{LARGER_Q4_0_PAGE}.json"
+        if page.is_file():
+            blocks["larger"] += f"\n\n{in_q4_0(json.loads(page.read_text()))}"
     page = RESULTS / "startup.json"
     if page.is_file():
         served = RESULTS / "serve.json"

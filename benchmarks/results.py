@@ -322,9 +322,12 @@ NOTES = {
     "README's table, it has INT4 with the fastest precision and setting of this page, over all prompts; settings "
     "whose speeds are within a few percent are a tie.",
     readme.LARGER_PAGE: "All methods read the same file, except rows whose file is in Q4_0: it is converted from the "
-    "other, and llama.cpp repacks it for this processor. The package includes no base table for this "
-    "model: the first adaptive drafter has none, and the second has the one that `lookahead learn` makes in ten "
-    "minutes. llama.cpp's ngram mode is among those of [its own programs](llamacpp-examples.md).",
+    "other, and llama.cpp repacks it for this processor ([all methods in Q4_0](bench-larger-q4_0.md)). The package "
+    "includes no base table for this model: the first adaptive drafter has none, and the second has the one that "
+    "`lookahead learn` makes in ten minutes. llama.cpp's ngram mode is among those of [its own "
+    "programs](llamacpp-examples.md).",
+    readme.LARGER_Q4_0_PAGE: "The file is converted from [the model's own](bench-larger.md): embeddings and output "
+    "rows are Q4_0 too. The base table is the one of that page.",
     "bench-bf16": "hf-compiled is transformers with torch.compile and a static cache of 1024 positions; its "
     "compilation is not counted.",
 }
@@ -428,9 +431,10 @@ def steps(given: Sources) -> list[Step]:
     # Methods side by side, start-up, the server and the row rule.
     planned += _packed(given) if model is not None else []
     if given.larger is None:
-        _left_out(readme.LARGER_PAGE, why="--larger must name two files; `make larger` brings them")
+        pages = readme.LARGER_PAGE, readme.LARGER_Q4_0_PAGE
+        _left_out(*pages, why="--larger must name two files; `make larger` brings them")
     else:
-        planned.append(_larger(given, *given.larger))
+        planned += _larger(given, *given.larger)
     words = []
     if model is not None and given.llamacpp_bin is not None and has_llama_cpp:
         words = ["--bin", given.llamacpp_bin, "--model", model]
@@ -536,13 +540,21 @@ def _packed(given: Sources) -> list[Step]:
     return planned
 
 
-def _larger(given: Sources, file: Path, table: Path) -> Step:
-    """A larger model beside llama.cpp in the same file, with and without a base table."""
-    methods = ["prompt-lookup", NO_TABLE, f"adaptive:table={table}"]
-    for each in (file, _converted(file, "Q4_0")):
-        methods += [f"{LLAMA_SERVER}:{each}", f"{LLAMA_SERVER}:{each}:{FASTEST}"]
+def _larger(given: Sources, file: Path, table: Path) -> list[Step]:
+    """A larger model beside llama.cpp: its own file, then both in Q4_0."""
+    q4_0 = _converted(file, "Q4_0")
+    with_table = f"adaptive:table={table}"
+
+    def servers(file: Path) -> list[str]:
+        return [f"{LLAMA_SERVER}:{file}", f"{LLAMA_SERVER}:{file}:{FASTEST}"]
+
+    methods = ["prompt-lookup", NO_TABLE, with_table, *servers(file), *servers(q4_0)]
     words = _beside(file, FEW, given, given.half, REPEATS, methods)
-    return _to_records(readme.LARGER_PAGE, words, 4.0 * given.half)
+    words_q4_0 = _beside(q4_0, FEW, given, given.half, REPEATS, [with_table, *servers(q4_0)])
+    return [
+        _to_records(readme.LARGER_PAGE, words, 3.25 * given.half),
+        _to_records(readme.LARGER_Q4_0_PAGE, words_q4_0, 1.25 * given.half),
+    ]
 
 
 def _beside_transformers(given: Sources) -> Step:
@@ -577,7 +589,7 @@ def _converted(model: Path, kind: str) -> Path:
 
 def _stem(model: Path) -> str:
     """The model's name without the format of its file."""
-    return model.stem.rpartition(".")[0]
+    return model.stem.rpartition(".")[0] or model.stem
 
 
 def _convert(model: Path, file: Path, kind: str) -> None:

@@ -207,7 +207,8 @@ def plan(tmp_path, monkeypatch, capsys):
 
 OTHERS = ["dynamics", "pass-rate", "batch-size", "exact"]
 PACKED = ["bench-packed", "bench-packed-q4_k_m", "bench-packed-sampled", "bench-packed-head"]
-EVERY_PAGE = ["llamacpp-examples", "bench-openvino", *PACKED, readme.LARGER_PAGE, "startup", "serve", "rows"]
+EVERY_PAGE = ["llamacpp-examples", "bench-openvino", *PACKED, readme.LARGER_PAGE, readme.LARGER_Q4_0_PAGE]
+EVERY_PAGE += ["startup", "serve", "rows"]
 EVERY_PAGE += ["packed-accuracy", "packed-step", *OTHERS, "bench-bf16", "vllm", *results.STUDY, "trained"]
 
 
@@ -236,7 +237,9 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     for name in ("bench-packed-q4_k_m", "bench-packed-sampled"):
         assert "--limit 5 --repeats 3" in " ".join(pages[name].words)
         assert "ngram-mod" not in " ".join(pages[name].words)
-    assert "adaptive:table=build/models/larger.safetensors" in " ".join(pages[readme.LARGER_PAGE].words)
+    for name in (readme.LARGER_PAGE, readme.LARGER_Q4_0_PAGE):
+        assert "adaptive:table=build/models/larger.safetensors" in " ".join(pages[name].words)
+    assert "side_by_side build/results/large.Q4_0.gguf " in " ".join(pages[readme.LARGER_Q4_0_PAGE].words)
     assert pages["rows"].words[-2:] == ("--prompts", "5")
     tried = " ".join(pages["bench-openvino"].words)
     for head, settings in results.OPENVINO.items():
@@ -265,7 +268,7 @@ def test_the_plan_has_as_many_prompts_as_committed_records_must_have(plan, limit
         ["llama_cpp", "openvino_genai", "nncf"], limit=limit, larger=(Path("a.gguf"), Path("a.safetensors"))
     )
     with_records = [name for name in pages if name.startswith("bench-") or name in results.STUDY]
-    assert len(with_records) == 7 + len(results.STUDY)
+    assert len(with_records) == 8 + len(results.STUDY)
     for name in with_records:
         words = pages[name].words
         prompts, repeats = (
@@ -280,9 +283,12 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
     assert list(pages) == [
         name
         for name in EVERY_PAGE
-        if name not in ("bench-openvino", readme.LARGER_PAGE, "llamacpp-examples", "vllm", "trained")
+        if not name.startswith(("bench-openvino", readme.LARGER_PAGE, "llamacpp-examples", "vllm", "trained"))
     ]
-    assert "bench-larger: left out; --larger must name two files; `make larger` brings them\n" in printed
+    assert (
+        "bench-larger and bench-larger-q4_0: left out; --larger must name two files; `make larger` brings them\n"
+        in printed
+    )
     assert (
         "llamacpp-examples: left out; --llamacpp-bin must name the folder of llama.cpp's programs\n"
         in printed
