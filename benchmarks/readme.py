@@ -87,8 +87,10 @@ CHINESE = {
         r"\4 倍（\5 到 \6 个时），更长时 \7 倍"
     ),
     r", because llama\.cpp slows down more with the context": "，因为 llama.cpp 随上下文变慢得更多",
-    r"With all methods in Q4_0, tokens/s over all sequences \(\[the page\]\((.*?)\)\): (.*)\.": (
-        r"所有方法都用 Q4_0 时，全部序列合计每秒的 token 数（[结果页](\1)）：\2。"
+    r"With all methods in Q4_0, tokens/s over all sequences \((.*?), commit (\w+), \[the page\]\((.*?)\)\): (.*)\. "
+    r"Of our completions, (\d+) of (\d+) equal those of plain decoding\.": (
+        r"所有方法都用 Q4_0 时，全部序列合计每秒的 token 数（\1，commit \2，[结果页](\3)）：\4。"
+        r"本库的结果中，\5/\6 与普通解码一致。"
     ),
     r"\. In the (\d+) runs it reached (.*?) tokens/s, and llama\.cpp's server (.*?); the host is shared with other "
     r"virtual machines\.": (
@@ -291,18 +293,24 @@ def first_token(figures: Sequence[dict[str, Any]]) -> str:
 
 
 def in_q4_0(facts: dict[str, Any]) -> str:
-    """Tokens per second of the larger model in Q4_0, over all sequences of its page.
+    """Tokens per second of the larger model in Q4_0, over all sequences of its page, and how many are equal.
 
     Args:
         facts: those of the page.
     """
-    rates: dict[str, float] = {}
-    for method, total in facts["overall"].items():
-        if total["rate"] is not None:
-            rates[_name(method).replace(", Q4_0", "")] = total["rate"]
-    told = "; ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
-    page = f"[the page](docs/results/{LARGER_Q4_0_PAGE}.md)"
-    return f"With all methods in Q4_0, tokens/s over all sequences ({page}): {told}."
+    totals = facts["overall"]
+    told = "; ".join(
+        f"{_name(method).replace(', Q4_0', '')} {total['rate']:.0f}"
+        for method, total in totals.items()
+        if total["rate"] is not None
+    )
+    equal, compared = (sum(total[key] for total in totals.values()) for key in ("equal", "compared"))
+    machine, commit = made(facts)
+    return (
+        f"With all methods in Q4_0, tokens/s over all sequences ({machine.partition(',')[0]}, commit {commit[:7]}, "
+        f"[the page](docs/results/{LARGER_Q4_0_PAGE}.md)): {told}. Of our completions, {equal} of {compared} equal "
+        "those of plain decoding."
+    )
 
 
 def behind(found: dict[str, Any], served: Sequence[dict[str, Any]] = ()) -> str:
