@@ -9,11 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import lookahead
 from benchmarks import adaptive_run, departures, dynamics, rows, trained
 from benchmarks.chain_s import variants
+from benchmarks.drafters import eagle as eagle_program
+from benchmarks.drafters import medusa as medusa_program
 from benchmarks.drafters import places_in
 from benchmarks.drafters.eagle import Eagle, EagleDrafter, EagleState, Layer
 from benchmarks.drafters.medusa import RANKS, Heads, Medusa, MedusaDrafter
@@ -24,6 +27,7 @@ from lookahead.bench.workloads import Prompt
 from lookahead.core import Drafter
 from lookahead.drafters import Plain, PromptLookup
 from lookahead.engine.admission import Admission
+from lookahead.learning.text_parts import TOP, Folder, Text
 from lookahead.targets import light_head
 from lookahead.targets.light_head import row_readers
 from lookahead.testing import tiny_model
@@ -119,6 +123,25 @@ def eagle(llm, tmp_path_factory):
     file = tmp_path_factory.mktemp("eagle") / "layer"
     Eagle(Layer(HIDDEN), np.arange(3, VOCABULARY), *row_readers(llm.model)).save(file)
     return Eagle.load(file, llm.model)
+
+
+@pytest.mark.parametrize("program", [medusa_program, eagle_program])
+def test_a_drafter_is_trained_on_the_first_parts_of_the_text(tmp_path, monkeypatch, program):
+    """20 texts of 140 tokens in each of two parts; 100 tokens are asked for, and a part is read as a whole."""
+    random = np.random.default_rng(0)
+    folder = Folder(tmp_path / "text")
+    for first in (0, 20):
+        ids = random.integers(3, 90, (20, 140, TOP))
+        logs = np.full((140, TOP), -3, np.float16)
+        folder.save([Text(first + i, 0, 0.0, [1, 2], ids[i, :, 0].tolist(), ids[i], logs) for i in range(20)])
+    out = tmp_path / "drafter.safetensors"
+    paths = ["--text", folder.path, "--states", tmp_path / "states", "--out", out]
+    words = ["tiny", *map(str, paths), "--tokens", "100", "--epochs", "1"]
+    monkeypatch.setattr(sys, "argv", ["drafter", *words])
+    program.main()
+    with safe_open(out, "pt") as file:
+        assert json.loads(file.metadata()["about"])["tokens"] == 20 * 140
+    assert len(list((tmp_path / "states").glob("*.npy"))) == 1
 
 
 @pytest.mark.parametrize("rows", list(SHAPES))

@@ -162,7 +162,7 @@ def test_damaged_states_are_computed_again_and_a_damaged_checkpoint_is_said(chat
     (states,) = learner.folder.glob("part-*.npy")
     before = states.read_bytes()
     states.write_bytes(before[:1000])
-    collect(learner._target, 64, learner.texts, learner.folder)
+    collect(learner._target, 64, learner.texts.parts(), learner.folder)
     assert states.read_bytes() == before
     assert not list(learner.folder.glob("checkpoint*")), "the head is saved"
     _interrupt_after(monkeypatch, Training, "_train", 1)

@@ -15,7 +15,6 @@ probabilities, on true states and on predicted ones. The shape of the tree is fi
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -31,16 +30,14 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-import lookahead
 from lookahead.core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, TokenTree
 from lookahead.learning.head_data import Positions
-from lookahead.learning.hidden_states import collect
-from lookahead.learning.text_parts import Folder
-from lookahead.targets.light_head import row_readers, sizes_of
+from lookahead.targets.light_head import row_readers
 from lookahead.threads import one_thread
 
 from . import places_in
 from .static_tree import SHAPES
+from .training import half_precision, program
 
 #: Size of an attention head.
 HEAD_SIZE = 64
@@ -272,7 +269,7 @@ def train(positions: Positions, embed: Any, output: Any, epochs: float) -> Eagle
         )
         states = torch.from_numpy(positions.read(at))
         embedded = torch.from_numpy(embed(positions.tokens[at].ravel().tolist())).view_as(states)
-        with torch.autocast("cpu", torch.bfloat16):
+        with half_precision():
             guessed, _ = layer(states, embedded, torch.arange(LENGTH), None, mask)
             # Train on predicted states too, because the layer reads them below depth 1.
             further, _ = layer(
@@ -305,24 +302,7 @@ def train(positions: Positions, embed: Any, output: Any, epochs: float) -> Eagle
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", nargs="?", help="default: the library's default model")
-    parser.add_argument("--text", type=Path, required=True, help="folder of the model's own text")
-    parser.add_argument(
-        "--states", type=Path, required=True, help="folder of its hidden states; missing files are computed"
-    )
-    parser.add_argument("--epochs", type=float, default=2.0)
-    parser.add_argument("--out", type=Path, default=Path("build/eagle.safetensors"))
-    args = parser.parse_args()
-    llm = lookahead.load(args.model)
-    parts = collect(llm.target(), sizes_of(llm.model)[1], Folder(args.text, scan=False), args.states)
-    begin = monotonic()
-    positions = Positions(parts)
-    eagle = train(positions, *row_readers(llm.model), args.epochs)
-    seconds = round(monotonic() - begin)
-    about = {"tokens": len(positions), "seconds": seconds, "settings": {"epochs": args.epochs}}
-    eagle.save(args.out, about)
-    print(f"{seconds} seconds")
+    program(__doc__, Path("build/eagle.safetensors"), train)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ consists of the nodes most often correct on held-out text, as in the paper's sec
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -31,15 +30,12 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import linear, silu
 
-import lookahead
 from lookahead.core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, TokenTree
 from lookahead.learning.head_data import Positions
-from lookahead.learning.hidden_states import collect
-from lookahead.learning.text_parts import Folder
-from lookahead.targets.light_head import row_readers, sizes_of
 from lookahead.threads import one_thread
 
 from . import places_in
+from .training import half_precision, program
 
 #: Number of heads.
 HEADS = 3
@@ -177,11 +173,12 @@ class MedusaState(DraftState):
         self._state = scores.hidden(path[-1])
 
 
-def train(positions: Positions, output: Any, epochs: float, heads: int = HEADS) -> Medusa:
+def train(positions: Positions, embed: Any, output: Any, epochs: float, heads: int = HEADS) -> Medusa:
     """Train heads on a model's own text.
 
     Args:
         positions: the text and its hidden states.
+        embed: not used.
         output: (tokens) -> the model's output rows.
         epochs: number of passes over all positions.
         heads: number of heads.
@@ -205,7 +202,7 @@ def train(positions: Positions, output: Any, epochs: float, heads: int = HEADS) 
         at = (random.choice(starts, each, replace=False)[:, None] + np.arange(16)).ravel()
         states = torch.from_numpy(positions.read(at))
         total = torch.zeros(())
-        with torch.autocast("cpu", torch.bfloat16):
+        with half_precision():
             for head in range(heads):
                 places = place[positions.ids[at + head + 1]]
                 weights = np.where(places >= 0, positions.probabilities[at + head + 1], 0).astype(np.float32)
@@ -239,24 +236,8 @@ def train(positions: Positions, output: Any, epochs: float, heads: int = HEADS) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", nargs="?", help="default: the library's default model")
-    parser.add_argument("--text", type=Path, required=True, help="folder of the model's own text")
-    parser.add_argument(
-        "--states", type=Path, required=True, help="folder of its hidden states; missing files are computed"
-    )
-    parser.add_argument("--epochs", type=float, default=2.0)
-    parser.add_argument("--out", type=Path, default=Path("build/medusa.safetensors"))
-    args = parser.parse_args()
-    llm = lookahead.load(args.model)
-    parts = collect(llm.target(), sizes_of(llm.model)[1], Folder(args.text, scan=False), args.states)
-    begin = monotonic()
-    positions = Positions(parts)
-    medusa = train(positions, row_readers(llm.model)[1], args.epochs)
-    seconds = round(monotonic() - begin)
-    about = {"tokens": len(positions), "seconds": seconds, "settings": {"epochs": args.epochs}}
-    medusa.save(args.out, about)
-    print(f"{seconds} seconds; accuracy by rank: {medusa.accuracy[:, :4].round(3).tolist()}")
+    medusa = program(__doc__, Path("build/medusa.safetensors"), train)
+    print(f"accuracy by rank: {medusa.accuracy[:, :4].round(3).tolist()}")
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ class HeadLearner:
         parts = collect(
             self._target,
             self._hidden,
-            self.texts,
+            self.texts.parts(),
             self.folder,
             lambda done, total, left: report(STATES, done, total, left, None),
         )

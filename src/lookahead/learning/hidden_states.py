@@ -12,7 +12,7 @@ states differ, so those of one text are computed again and compared.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core import SettingsError, Target, TokenTree
 from ..records import CONTINUES, not_writable, replacing
-from .text_parts import Folder, read_part
+from .text_parts import read_part
 
 #: Number of rows per pass.
 CHUNK = 256
@@ -40,7 +40,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def collect(
     target: Target,
     hidden: int,
-    texts: Folder,
+    parts: Sequence[Path],
     folder: Path,
     progress: Callable[[int, int, float], None] = lambda done, total, left: None,
 ) -> list[tuple[Path, Path]]:
@@ -51,7 +51,7 @@ def collect(
     Args:
         target: provides hidden states; slot 0 must be free, and is free afterwards.
         hidden: the hidden size.
-        texts: the self-generated text.
+        parts: files of the self-generated text (``Folder.parts``).
         folder: the folder of the files.
         progress: called with (positions done, all positions that were missing, seconds left).
 
@@ -60,7 +60,6 @@ def collect(
             files are kept.
     """
     # Find the missing files.
-    parts = texts.parts()
     files = [folder / part.with_suffix(".npy").name for part in parts]
     counts = {part: _positions(part) for part in parts}
     missing = [

@@ -136,7 +136,7 @@ class Training:
         self.step = 0
         self.seconds = 0.0
         self._loss = 0.0
-        self._dtype = _fast_dtype(self.device)
+        self._dtype = fast_dtype(self.device)
         self.file = folder / f"checkpoint-{self._identity}.safetensors"
         self._load()
 
@@ -317,7 +317,7 @@ class Training:
             ) from None
 
 
-def _fast_dtype(device: torch.device) -> torch.dtype:
+def fast_dtype(device: torch.device) -> torch.dtype:
     """The dtype of matrix products: bfloat16 if it is faster than float32 on this device."""
     seconds = {}
     for dtype in DTYPES.values():
