@@ -280,7 +280,7 @@ def training(tmp_path, positions):
 def test_a_checkpoint_belongs_to_its_states_and_keeps_its_dtype(tmp_path, monkeypatch):
     """It is readable for others as far as the umask allows, and a full disk is one line."""
     positions = head_positions(tmp_path, [text(number) for number in range(40)])
-    monkeypatch.setattr(train_head, "_fast_dtype", lambda device: train_head.torch.float32)
+    monkeypatch.setattr(train_head, "fast_dtype", lambda device: train_head.torch.float32)
     before = os.umask(0o022)
     try:
         first = training(tmp_path, positions)
@@ -288,7 +288,7 @@ def test_a_checkpoint_belongs_to_its_states_and_keeps_its_dtype(tmp_path, monkey
     finally:
         os.umask(before)
     assert stat.S_IMODE(first.file.stat().st_mode) == 0o644
-    monkeypatch.setattr(train_head, "_fast_dtype", lambda device: train_head.torch.bfloat16)
+    monkeypatch.setattr(train_head, "fast_dtype", lambda device: train_head.torch.bfloat16)
     second = training(tmp_path, positions)
     assert (second.step, second._dtype, second.notes[1:]) == (first.steps, train_head.torch.float32, [])
     kept = first.file.read_bytes()
@@ -369,8 +369,7 @@ def test_hidden_states_of_another_model_are_computed_again(tmp_path):
     """Also if that is interrupted."""
     for number in range(3):
         Folder(tmp_path).save([text(number)])
-    texts = Folder(tmp_path)
-    gather = partial(collect, hidden=HIDDEN, texts=texts, folder=tmp_path / "states")
+    gather = partial(collect, hidden=HIDDEN, parts=Folder(tmp_path).parts(), folder=tmp_path / "states")
     files = [file for _, file in gather(Vectors())]
     before = [file.read_bytes() for file in files]
     rounded = Vectors(1.01)
