@@ -31,7 +31,7 @@ help:
 	@echo "                    (DATA=folder of data sets, LIMIT=prompts of each)"
 	@echo "make peers          install what make results compares with, except vLLM (make vllm): llama.cpp, compiled here, OpenVINO"
 	@echo "make larger         bring the larger model of make results, 0.5B, and learn its base table (15 minutes)"
-	@echo "make drafters       train the drafters that make results compares with (an hour)"
+	@echo "make drafters       train the drafters that make results compares with (over an hour)"
 	@echo "make gpu-check      measure everything that needs a GPU, in ten minutes, and write one page"
 
 # Install torch first and alone, so that TORCH affects only its build.
@@ -102,7 +102,7 @@ $(PEERS)/.ready: $(READY)
 
 # The trained drafters that `make results` compares with: a million tokens of the model's own text, Medusa heads and an
 # EAGLE-style layer. The heads and the layer see the first half of the text once: half an epoch of all of it would train as long, but its
-# hidden states take twice the time. An hour on two cores. An interrupted run continues with the text and states that are there.
+# hidden states take twice the time. Over an hour on two cores. An interrupted run continues with the text and states that are there.
 TRAINING := build/training
 TRAINING_TOKENS := 1000000
 DRAFTER_TOKENS := 500000

@@ -724,6 +724,8 @@ def program(words: Sequence[str] | None = None) -> int | str:
         return "interrupted: finished pages and records are kept, and the same command continues"
     except OSError as error:
         return f"error: {error}; finished pages and records are kept, and the same command continues"
+    except SettingsError as error:
+        return f"error: {error}"
 
 
 if __name__ == "__main__":

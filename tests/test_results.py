@@ -678,6 +678,16 @@ def test_the_adaptive_drafters_figures_are_drawn_from_the_committed_ones(tmp_pat
         assert ours == theirs, path.name
 
 
+def test_records_that_were_edited_are_refused_in_one_line(tmp_path, monkeypatch):
+    path = tmp_path / "study.jsonl.gz"
+    results.committed.write(path, {"command": "c"}, [{"commit": "a" * 12}])
+    path.write_bytes(path.read_bytes() + b" ")
+    for quoting in (readme, listed, results.quoted, results.gpu_model):
+        monkeypatch.setattr(quoting, "write", lambda: results.committed.read(path))
+    said = results.program(["--readme"])
+    assert said.startswith(f"error: {path} is not the file that was measured")
+
+
 def test_a_folder_that_is_not_there(capsys):
     with pytest.raises(SystemExit):
         results.main(["--data", "no-such-folder"])
