@@ -54,15 +54,16 @@ class TokenTree:
         size = len(tokens)
         tree.tokens, tree.parents = list(tokens), list(parents)
         tree.needs_logits = [True] * size
-        children = tree._children = dict(zip(zip(parents, tokens, strict=True), range(size), strict=True))
-        del children[parents[0], tokens[0]]
-        if len(children) != size - 1 or any(not 0 <= parents[node] < node for node in range(1, size)):
-            raise ValueError(f"not a trie in row order: parents {list(parents)!r:.80}")
-        depths, ancestors = tree.depths, tree.ancestors
-        for node in range(1, size):
+        children, depths, ancestors = tree._children, tree.depths, tree.ancestors
+        for node in range(1, min(size, len(parents))):
             parent = parents[node]
+            if not 0 <= parent < node:
+                break
+            children[parent, tokens[node]] = node
             depths.append(depths[parent] + 1)
             ancestors.append(ancestors[parent] | 1 << node)
+        if len(children) != size - 1 or len(parents) != size:
+            raise ValueError(f"not a trie in row order: parents {list(parents)!r:.80}")
         return tree
 
     def __len__(self) -> int:

@@ -58,7 +58,8 @@ class Logits(ABC):
         if self._top is None or self._top[0].shape[-1] < k:
             self._top = self._search(k)
         ids, odds = self._top
-        return ids[..., :k], odds[..., :k]
+        # Slicing takes microseconds after a pass, because caches are cold.
+        return self._top if ids.shape[-1] == k else (ids[..., :k], odds[..., :k])
 
     def best(self, b: int, r: int) -> int:
         """The token with the largest logit in row r of sequence b, the lowest token among ties.

@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from ...core import UNLIMITED_ROWS, DraftState, Scores, Start, TokenTree
 from .base_files import usable_table
 from .calibration import MAX_PROBABILITY
@@ -78,8 +76,8 @@ class AdaptiveDraftState(DraftState):
         #: The time of the head's calls for the current tree, in plain steps.
         self._guessed = 0.0
         #: The costs and slopes by number of rows, and the (batch, context) that they are for.
-        self._costs = np.ones(2)
-        self._slopes = np.zeros(2)
+        self._costs = [1.0, 1.0]
+        self._slopes = [0.0, 0.0]
         self._table_of = (-1, -1)
         #: Whether a tree was grown for the current step.
         self._grown = False
@@ -109,10 +107,11 @@ class AdaptiveDraftState(DraftState):
 
     def _grow(self, limit: int, max_depth: int) -> TokenTree:
         grower = self._ready()
-        grower.price(self._rule.rate, self._rule.bias)
         grower.hidden = self._hidden
         chain = self._settings.chain
-        pay = grower.grow_chain(limit, max_depth) if chain else grower.grow(limit, max_depth)
+        pay = (grower.grow_chain if chain else grower.grow)(
+            limit, max_depth, self._rule.rate, self._rule.bias
+        )
         if grower.guesses is not None:
             self._guessed = grower.guesses.used * grower.guesses.head.cost
         if not chain:
@@ -129,11 +128,12 @@ class AdaptiveDraftState(DraftState):
         size = self._settings.table_rows
         if self._settings.rows is not None:
             # Every row is free.
-            self._costs = np.ones(size + 1)
-            self._slopes = np.zeros(size + 1)
+            self._costs = [1.0] * (size + 1)
+            self._slopes = [0.0] * (size + 1)
         else:
             context = table_of[1] * CONTEXT_STEP
-            self._costs, self._slopes = self._curve.table(size, context, batch)
+            costs, slopes = self._curve.table(size, context, batch)
+            self._costs, self._slopes = costs.tolist(), slopes.tolist()
             self._rule.drafting = self._curve.drafting_of(batch, context)
         if self._grower is not None:
             self._grower.use_costs(self._costs, self._slopes, self._rule.drafting)
@@ -142,7 +142,7 @@ class AdaptiveDraftState(DraftState):
         """Whether to grow a tree: not during a pause, nor if even certain rows would cost more than they gain."""
         if self._settings.rows is not None:
             return True
-        return not self._rule.pause and bool(self._slopes[1] < MAX_PROBABILITY + EXPLORATION)
+        return not self._rule.pause and self._slopes[1] < MAX_PROBABILITY + EXPLORATION
 
     def _ready(self) -> Grower:
         """The grower, after it has read all tokens of the sequence."""
@@ -184,7 +184,7 @@ class AdaptiveDraftState(DraftState):
             kept = min(rows, limit - wanted)
             # The window may replace rows of the tree only if it takes at most half of the step.
             fits = wanted > 0 and (kept == rows or wanted <= limit // 2)
-            given_up = sum(grower.probabilities[kept:rows]) if fits else 0.0
+            given_up = sum(grower.probabilities[kept:rows]) if fits and kept < rows else 0.0
             if not fits or not window_pays(
                 self._rule.rate, self._costs, kept, wanted, window.credit, given_up
             ):
@@ -201,7 +201,7 @@ class AdaptiveDraftState(DraftState):
         # The averages of the rule include steps without a tree.
         rows = min(len(tree), len(self._costs) - 1)
         unused = self._rule.drafting if self._grown and rows == 1 else 0.0
-        self._rule.count(len(tokens), float(self._costs[rows]) + unused + self._guessed)
+        self._rule.count(len(tokens), self._costs[rows] + unused + self._guessed)
         self._plain_steps += len(tree) == 1
         grower = self._grower
         if not self._grown or grower is None:
@@ -232,11 +232,11 @@ class AdaptiveDraftState(DraftState):
         rows = len(tree)
         window = self._window
         grower.cut(rows)
+        credited = grower.learn(scores, path, tokens, rows)
         expected = grower.expected
         self._rule.count_grown(rows, expected, len(tokens))
         self._offered += expected - 1
         self._accepted += len(tokens) - 1
-        credited = grower.learn(scores, path, tokens, rows)
         if window is not None and rows > grower.rows:
             window.advance(tree.tokens[0], grower.answers(rows), rows - grower.rows, credited)
 

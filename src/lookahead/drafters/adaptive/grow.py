@@ -374,10 +374,14 @@ def _take(memory: Memory, limit: int, max_depth: int) -> int:
 
 
 @entry
-def grow(packed: Any, limit: int, max_depth: int, fresh: bool) -> int:
-    """Grow a tree of at most ``limit`` nodes and depth ``max_depth``, and set ``step.chosen``.
+def grow(packed: Any, limit: int, max_depth: int, rate: float, bias: float, fresh: bool) -> int:
+    """Grow a tree of at most ``limit`` nodes and depth ``max_depth``, and fill in ``memory.drafted``.
 
     Growth ends early when no further row can pay off (``rows.pays``).
+
+    Args:
+        rate, bias: r and the correction of F; see ``rows``.
+        fresh: whether to begin a new tree.
 
     Returns:
         ``COMPLETE``; ``GUESS_WANTED`` if the light head must guess under the row ``step.wanted``; ``NOISE_WANTED`` if
@@ -386,12 +390,19 @@ def grow(packed: Any, limit: int, max_depth: int, fresh: bool) -> int:
     """
     memory = unpack(packed)
     tree = memory.tree
+    step = memory.step[0]
+    step.rate = rate
+    step.bias = bias
     if fresh:
         tree.sizes[0].rows = 0
-        add(memory, -1, memory.step[0].last, 1.0)
+        add(memory, -1, step.last, 1.0)
         _set(tree.heap[0], 1.0, 0, TO_ASK)
         tree.sizes[0].heap = 1
     result = _take(memory, limit, max_depth) if max_depth >= 1 else COMPLETE
     if result == COMPLETE:
-        memory.step[0].chosen = choose(memory)
+        drafted = memory.drafted
+        drafted[0], drafted[1] = choose(memory), tree.sizes[0].rows
+        for row in range(drafted[1]):
+            drafted[2 + 2 * row] = tree.nodes[row].token
+            drafted[3 + 2 * row] = tree.nodes[row].parent
     return result

@@ -27,7 +27,7 @@ from .memory import (
     TextEnd,
     new_tree,
 )
-from .rows import DISCOUNTS, choose
+from .rows import choose
 from .settings import AdaptiveSettings
 from .sources.base_table import NO_TRIE, BaseTable
 from .sources.light_head import GUESS_ROWS, READ, READ_SAMPLED, GuessSource, LightHead
@@ -38,6 +38,12 @@ from .state import AdaptiveState
 FIRST_POSITIONS = 32
 #: Smallest capacity for tokens that are appended together; a key of the logit cache has three.
 LEAST_TOKENS = 8
+#: The types of the best tokens and their log-odds in compiled code.
+IDS, ODDS = np.dtype(np.int32), np.dtype(np.float32)
+#: Rows and tokens for which room is made at once.
+ROOM = 256
+#: Rows that are read from compiled code at once.
+SMALL_TREE = 16
 #: The lowest temperature by which scores are divided.
 LEAST_TEMPERATURE = 1e-3
 
@@ -77,6 +83,9 @@ class Grower:
         # The sources.
         sampled = noise is not None
         self._emitted = 1
+        self._shared = use_corpus
+        #: Rows and tokens for which the tables have room, if no other sequence uses them.
+        self._room = 0
         self._lock = state.lock
         self._tables = state.tables(sampled, table)
         self._noise = noise
@@ -103,13 +112,11 @@ class Grower:
         step["use_answers"] = "jacobi" in config.sources
         step["expansion_factor"] = growing.EXPANSION_FACTOR
         step["before"] = step["previous"] = step["last"] = before
-        self._rate, self._bias, self._chosen, self._position = (
-            step[name] for name in ("rate", "bias", "chosen", "position")
-        )
+        self._position = step["position"]
         self._guess_depth = step["guess_depth"]
         self._guess_price = step["guess_price"]
         self._wanted = step["wanted"]
-        self._rate[0] = self._bias[0] = 1.0
+        self._expected = step["expected"]
 
         # The arrays of compiled code.
         logits = self._tables.logits
@@ -127,6 +134,7 @@ class Grower:
             answers=np.full((rows, ANSWERS), -1),
             noise=np.zeros((1, 0), np.float32),
             noise_positions=np.full(1, -1),
+            drafted=np.zeros(2 + 2 * rows, np.int64),
             path=np.zeros(rows, np.int64),
             tokens=np.zeros(max(rows, LEAST_TOKENS), np.int64),
             own=np.zeros(rows, np.int64),
@@ -140,6 +148,12 @@ class Grower:
             tree.nodes[name] for name in ("token", "parent", "probability", "depth")
         )
         self._tree_rows = tree.sizes["rows"]
+        #: Tokens and parents of the last tree. A numpy call after a pass takes some 10 us, because caches are cold.
+        self._tokens = list[int]()
+        self._parents = list[int]()
+        self._drafted, self._path, self._new_tokens = (
+            memoryview(array) for array in (self.memory.drafted, self.memory.path, self.memory.tokens)
+        )
 
     @property
     def memory(self) -> Memory:
@@ -163,9 +177,8 @@ class Grower:
 
     @property
     def expected(self) -> float:
-        """F of the last tree: the expected number of tokens of the step."""
-        depths = np.minimum(self._depth[: self.rows], len(DISCOUNTS) - 1)
-        return float(self._probability[: self.rows] @ DISCOUNTS[depths])
+        """F of the last tree that was learned from: the expected number of tokens of its step."""
+        return float(self._expected[0])
 
     def sources_of(self, row: int) -> list[str]:
         """The sources that proposed a row of the last tree, which is not the root."""
@@ -184,7 +197,7 @@ class Grower:
         names = [name for name, tokens in proposed.items() if token in tokens]
         return names or ["jacobi"]  # this step's answers have already replaced those that proposed it
 
-    def use_costs(self, costs: Any, slopes: Any, drafting: float = 0.0) -> None:
+    def use_costs(self, costs: Sequence[float], slopes: Sequence[float], drafting: float = 0.0) -> None:
         """Choose rows by these costs (``CostCurve.table``) from now on. Initially, every row is free.
 
         Args:
@@ -193,13 +206,8 @@ class Grower:
             drafting: the cost of drafting. When the rule chooses, the tree has been grown, so k = 1 costs it too.
         """
         self.memory.costs[:] = costs
-        self.memory.costs[1:2] = np.minimum(costs[1:2] + drafting, costs[2:3])
+        self.memory.costs[1] = min([costs[1] + drafting, *costs[2:3]])
         self.memory.slopes[:] = slopes
-
-    def price(self, rate: float, bias: float) -> None:
-        """Set r and the correction of F for the next step; see ``rows``."""
-        self._rate[0] = rate
-        self._bias[0] = bias
 
     def append(self, tokens: Sequence[int]) -> None:
         """Append tokens to the sequence without a step. The last step's answers become invalid."""
@@ -208,6 +216,7 @@ class Grower:
             piece = tokens[start : start + most]
             self.memory.tokens[: len(piece)] = piece
             with self._lock:
+                self._room = 0
                 self._make_room(0, len(piece))
                 learning.append(self._packed, len(piece))
         self.memory.answers[:] = -1
@@ -283,21 +292,25 @@ class Grower:
         memory.noise[position % len(memory.noise_positions)] = noise
         memory.noise_positions[position % len(memory.noise_positions)] = position
 
-    def grow(self, limit: int, max_depth: int) -> int:
-        """Grow a tree of at most ``limit`` rows. Returns the number of rows that pay off."""
+    def grow(self, limit: int, max_depth: int, rate: float = 1.0, bias: float = 1.0) -> int:
+        """Grow a tree of at most ``limit`` rows. Returns the number of rows that pay off.
+
+        Args:
+            rate, bias: r and the correction of F; see ``rows``.
+        """
         limit = min(limit, self.size)
-        guesses = self.guesses if self.hidden is not None else None
-        self._guess_depth[0] = 0
+        guesses = self.guesses
         if guesses is not None:
             guesses.begin()
-            self._guess_depth[0] = guesses.head.levels
-            self._guess_price[0] = self._rate[0] * guesses.head.cost
+            self._guess_depth[0] = 0 if self.hidden is None else guesses.head.levels
+            self._guess_price[0] = rate * guesses.head.cost
 
         # Compiled code returns whenever it needs a guess or noise, and continues once it has it.
         with self._lock:
-            self._catch_up()
-            self._refer()
-            result = growing.grow(self._packed, limit, max_depth, True)
+            if self._shared:
+                self._catch_up()
+                self._refer()
+            result = growing.grow(self._packed, limit, max_depth, rate, bias, True)
             while result != growing.COMPLETE:
                 if result == growing.NOISE_WANTED:
                     self._keep_noise(int(self._depth[self._wanted[0]]))
@@ -306,23 +319,28 @@ class Grower:
                     guesses.guess(self.memory, self.hidden)
                     if guesses.is_full:
                         self._guess_depth[0] = 0
-                result = growing.grow(self._packed, limit, max_depth, False)
-        self.rows = int(self._tree_rows[0])
-        return int(self._chosen[0])
+                result = growing.grow(self._packed, limit, max_depth, rate, bias, False)
 
-    def grow_chain(self, limit: int, max_depth: int) -> int:
+        # Most trees are small, so one read is enough.
+        chosen, self.rows, *nodes = self._drafted[: 2 + 2 * SMALL_TREE].tolist()
+        if self.rows > SMALL_TREE:
+            nodes = self._drafted[2:].tolist()
+        self._tokens, self._parents = nodes[0 : 2 * self.rows : 2], nodes[1 : 2 * self.rows : 2]
+        return chosen
+
+    def grow_chain(self, limit: int, max_depth: int, rate: float = 1.0, bias: float = 1.0) -> int:
         """Grow the chain with the most expected accepted tokens. Returns the number of rows that pay off."""
         # The searched tree has more rows than the chain, so the slope at its number of rows does not apply.
         slopes = self.memory.slopes.copy()
         self.memory.slopes[:] = slopes[1 : max(2, limit)].min()
-        self.grow(self.size, min(max_depth, limit - 1))
+        self.grow(self.size, min(max_depth, limit - 1), rate, bias)
         self.memory.slopes[:] = slopes
         self._keep_best_chain()
         return choose(self.memory)
 
     def _keep_best_chain(self) -> None:
         tree = self.memory.tree
-        parents = self._parent[: self.rows].tolist()
+        parents = self._parents
         expected = self.probabilities[:1]
         for parent, probability in zip(parents[1:], self.probabilities[1:], strict=True):
             expected.append(expected[parent] + probability)
@@ -337,7 +355,8 @@ class Grower:
             kept[:count] = kept[rows]
         for kept in (tree.matches, tree.contexts):
             kept[:, :count] = kept[:, rows]
-        self._parent[:count] = np.arange(-1, count - 1)
+        self._tokens, self._parents = [self._tokens[row] for row in rows], list(range(-1, count - 1))
+        self._parent[:count] = self._parents
         self.rows = self._tree_rows[0] = count
 
     def cut(self, rows: int) -> None:
@@ -347,7 +366,7 @@ class Grower:
 
     def tree(self) -> TokenTree:
         """The last tree."""
-        return TokenTree.of(self._token[: self.rows].tolist(), self._parent[: self.rows].tolist())
+        return TokenTree.of(self._tokens[: self.rows], self._parents[: self.rows])
 
     def adopt(self, tree: TokenTree) -> None:
         """Include the rows that the window or others have added to the tree."""
@@ -371,9 +390,11 @@ class Grower:
         # The result of the step, in the arrays of compiled code.
         length = len(path)
         ids, odds = scores.top(range(rows), self._top)
-        ids, odds = np.ascontiguousarray(ids, np.int32), np.ascontiguousarray(odds, np.float32)
-        self.memory.path[:length] = path
-        self.memory.tokens[:length] = tokens
+        if not (_is_plain(ids, IDS) and _is_plain(odds, ODDS)):
+            ids, odds = np.ascontiguousarray(ids, IDS), np.ascontiguousarray(odds, ODDS)
+        for index in range(length):
+            self._path[index] = path[index]
+            self._new_tokens[index] = tokens[index]
         if self._noise is not None and self._noise.key is None:
             begin = int(self._position[0])
             deepest = int(self._depth[:rows].max())
@@ -382,16 +403,26 @@ class Grower:
                 if known[(begin + depth) % len(known)] != begin + depth:
                     self._keep_noise(depth)
         with self._lock:
-            cleared = self._catch_up()
-            cleared |= self._make_room(rows + length, length)
-            if cleared:
-                self.memory.tree.contexts[CORPUS] = 0  # nothing matches in the cleared trie
+            if self._shared:
+                cleared = self._catch_up()
+                cleared |= self._make_room(rows + length, length)
+                if cleared:
+                    self.memory.tree.contexts[CORPUS] = 0  # nothing matches in the cleared trie
+            elif self._room < rows + length:
+                self._room = ROOM + rows + length
+                self._make_room(self._room, self._room)
+            self._room -= rows + length
             return int(learning.learn(self._packed, ids, odds, length, rows, self.rows))
 
     def answers(self, rows: int) -> list[int]:
         """The target's token under each of the first ``rows`` rows of the last step, as far as known; -1 for NaN."""
         own: list[int] = self.memory.own[:rows].tolist()
         return own
+
+
+def _is_plain(array: Any, dtype: Any) -> bool:
+    """Whether this is an array that compiled code takes as it is; converting one that is takes 7 us after a pass."""
+    return type(array) is np.ndarray and array.dtype is dtype and array.flags.c_contiguous
 
 
 def _new_guesses(rows: int, read: int) -> Guesses:

@@ -15,6 +15,7 @@ from ...jit import compiled, entry, int64
 from .calibration import KINDS, WINDOW, count
 from .grow import add, ask
 from .memory import ANSWERS, CORPUS, MATCHES, SUFFIX, Memory, index_of, noise_of, unpack
+from .rows import expected_tokens
 from .sources.light_head import guess_level
 from .sources.logit_cache import write_rows
 from .sources.suffix import feed
@@ -169,7 +170,7 @@ def _append(memory: Memory, length: int) -> None:
 def learn(packed: Any, ids: Any, odds: Any, length: int, rows: int, window_start: int) -> int:
     """Update the calibration, the logit cache, the answers and the texts from the result of a step.
 
-    Fills in ``memory.own`` and adds to ``memory.credit``.
+    Fills in ``memory.own``, adds to ``memory.credit`` and sets ``step.expected``.
 
     Args:
         packed: the memory. Rows from ``sizes.rows`` on were added by others (the window); their token and parent are
@@ -184,6 +185,7 @@ def learn(packed: Any, ids: Any, odds: Any, length: int, rows: int, window_start
         The number of tokens accepted because of the window.
     """
     memory = unpack(packed)
+    memory.step[0].expected = expected_tokens(memory)
     for node in range(memory.tree.sizes[0].rows, rows):
         add(memory, int64(memory.tree.nodes[node].parent), int64(memory.tree.nodes[node].token), 0.0)
     by_window = _judge(memory, length)

@@ -116,7 +116,7 @@ STEP = record(
     guess_depth="i8",  # the light head guesses only under rows of a smaller depth; 0 for none
     guess_price="f8",  # the smallest gain for which a guess pays off, in tokens
     wanted="i8",  # set by ``grow``: the row under which the head must guess, or whose noise is missing
-    chosen="i8",  # set by ``grow``: the number of rows that pay off
+    expected="f8",  # set by ``learn``: F of the last tree, uncorrected (``rows``)
 )
 
 
@@ -214,6 +214,8 @@ class Memory(NamedTuple):
     noise: Annotated[Any, "f4", 2]
     # (positions,): the position whose noise each entry contains; -1 for none
     noise_positions: Annotated[Any, "i8", 1]
+    # (2 + 2 * rows,): set by ``grow``: how many rows pay off, the number of rows, and the token and parent of each
+    drafted: Annotated[Any, "i8", 1]
     path: Annotated[Any, "i8", 1]  # (rows,): the accepted rows of the last step
     tokens: Annotated[Any, "i8", 1]  # (rows,): the target's token under each of them
     # (rows,): the target's token under each row of the last step; filled in by ``learn``

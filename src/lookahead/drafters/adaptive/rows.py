@@ -139,6 +139,16 @@ def choose(memory: Memory) -> int:
     return best
 
 
+@compiled
+def expected_tokens(memory: Memory) -> float:
+    """F of the grown tree, uncorrected."""
+    nodes = memory.tree.nodes
+    expected = 0.0
+    for row in range(memory.tree.sizes[0].rows):
+        expected += nodes[row].probability * DISCOUNTS[min(int64(nodes[row].depth), len(DISCOUNTS) - 1)]
+    return expected
+
+
 def window_pays(rate: float, costs: Any, rows: int, wanted: int, credit: float, given_up: float) -> bool:
     """Whether ``wanted`` rows of the window pay off in a step of ``rows`` other rows.
 
