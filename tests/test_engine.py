@@ -320,6 +320,21 @@ def pieces(stream, tokens):
     return [stream.push(token) or stream.drain() for token in tokens]
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(st.sampled_from([*"ab\n é🙂東".encode(), 0xFF]), min_size=1, max_size=8), max_size=8))
+def test_tokens_of_a_step_give_the_text_of_single_tokens(steps):
+    at_once, one_by_one = TextDecoder(TOKENIZER), TextDecoder(TOKENIZER)
+    tokens = byte_tokens()
+    for step in steps:
+        at_once.push(*(tokens[byte] for byte in step))
+        for byte in step:
+            one_by_one.push(tokens[byte])
+        assert at_once.drain() == one_by_one.drain()
+    for stream in (at_once, one_by_one):
+        stream.finish()
+    assert at_once.drain() == one_by_one.drain()
+
+
 def test_an_unfinished_character_at_the_end_reads_as_decode_says():
     tokens = by_bytes("a🙂")[:-1]
     stream = TextDecoder(TOKENIZER)

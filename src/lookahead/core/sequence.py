@@ -33,8 +33,8 @@ class Detokenizer(Protocol):
     text: str
     stopped: str | None
 
-    def push(self, token: int) -> bool:
-        """Append a token. Returns whether a stop string is complete."""
+    def push(self, *tokens: int) -> bool:
+        """Append tokens, or a single one if there are stop strings. Returns whether a stop string is complete."""
         ...
 
     def finish(self) -> None:
@@ -214,17 +214,16 @@ class Sequence:
         text = self.request.detokenizer
         if text is None:
             return ""
-        if not text.stops:
-            for token in tokens:
-                self._push(text, token)
+        if tokens and not text.stops:
+            self._push(text, *tokens)
         if self.finish_reason is not None:
             text.finish()
         return text.drain()
 
     @staticmethod
-    def _push(text: Detokenizer, token: int) -> bool:
+    def _push(text: Detokenizer, *tokens: int) -> bool:
         try:
-            return text.push(token)
+            return text.push(*tokens)
         except Exception as error:
             raise failure("detokenization", error) from error
 

@@ -69,11 +69,17 @@ class TextDecoder:
         self._held = self._ready = self.text = ""
         self.stopped: str | None = None
 
-    def push(self, token: int) -> bool:
-        """Append a token. Returns whether a stop string is complete."""
-        self._window.append(token)
-        text = self._decode(self._window)
-        if not text.endswith(INCOMPLETE) or len(self._window) - self._known >= LONGEST_WINDOW:
+    def push(self, *tokens: int) -> bool:
+        """Append tokens, or a single one if there are stop strings. Returns whether a stop string is complete."""
+        window = [*self._window, *tokens]
+        text = self._decode(window)
+        whole = not text.endswith(INCOMPLETE)
+        if len(tokens) > 1 and not whole:  # all tokens before the unfinished character can be shown
+            for token in tokens:
+                self.push(token)
+            return self.stopped is not None
+        self._window = window
+        if whole or len(window) - self._known >= LONGEST_WINDOW:
             self._take(text)
         return self.stopped is not None
 
