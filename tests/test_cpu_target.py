@@ -25,7 +25,7 @@ from lookahead.drafters import Plain
 from lookahead.models.blueprint import Unsupported
 from lookahead.models.module_families import REGISTRY, Spec, register, spec_of
 from lookahead.targets.cpu import formats, processor
-from lookahead.targets.cpu.cpu_target import CpuTarget, PassLogits
+from lookahead.targets.cpu.cpu_target import CpuTarget, PassArrays, PassLogits
 from lookahead.targets.cpu.formats import FORMATS
 from lookahead.targets.cpu.top import top_of_rows
 from lookahead.targets.facts import ModelFacts
@@ -583,7 +583,7 @@ def test_nan_is_found_after_the_best_tokens_were_asked_for(sign):
     ids, odds = top_of_rows(numbers[:128].reshape(2, 64), 8, numbers[128:132].reshape(2, 2))
     memory[4 * 132 : 4 * 148].view(np.int32)[:] = ids.reshape(-1)
     numbers[148:] = odds.reshape(-1)
-    logits = PassLogits(memory, compiled, 2)
+    logits = PassLogits(memory, PassArrays.of(memory, compiled, 2))
     assert np.array_equal(logits.top(8)[0][0], ids)
     assert logits.argmax(0, 0) == 63
     assert logits.argmax(0, 1) == -1

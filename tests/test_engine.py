@@ -321,7 +321,9 @@ def pieces(stream, tokens):
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.lists(st.sampled_from([*"ab\n é🙂東".encode(), 0xFF]), min_size=1, max_size=8), max_size=8))
+@given(
+    st.lists(st.lists(st.sampled_from([*"ab\n é🙂東".encode(), 0xFF]), min_size=1, max_size=8), max_size=8)
+)
 def test_tokens_of_a_step_give_the_text_of_single_tokens(steps):
     at_once, one_by_one = TextDecoder(TOKENIZER), TextDecoder(TOKENIZER)
     tokens = byte_tokens()

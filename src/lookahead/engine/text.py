@@ -16,6 +16,8 @@ INCOMPLETE = "\ufffd"
 #: A character has at most 4 bytes. A longer run without a complete character is not text and is released as it is.
 LONGEST_WINDOW = 32
 CONTEXT = 6
+#: A longer window is shortened to ``CONTEXT`` tokens.
+LONGEST_CONTEXT = 16
 
 
 def split_stops(tokenizer: Any, stops: Sequence[str]) -> tuple[list[str], frozenset[int]]:
@@ -133,16 +135,21 @@ class TextDecoder:
         return window, self._decode(window).rstrip(INCOMPLETE)
 
     def _take(self, text: str) -> None:
-        """Release the window's ``text``. The newest tokens stay in the window as context for the following tokens."""
+        """Release the window's ``text``. The newest tokens stay in the window as context for the following tokens.
+
+        The window is shortened only now and then, because that takes another decoding.
+        """
         held = self._held + text[len(self._shown) :]
-        for size in range(CONTEXT, LONGEST_WINDOW):
-            window = self._window[-size:]
-            self._shown = self._decode(window)
-            # See ``_end_of``; broken bytes of the text itself are shown as they are.
-            if not self._shown.startswith(INCOMPLETE) or text.endswith(self._shown):
-                break
-        self._window = window
-        self._known = len(window)
+        self._shown = text
+        if len(self._window) > LONGEST_CONTEXT:
+            for size in range(CONTEXT, LONGEST_WINDOW):
+                window = self._window[-size:]
+                self._shown = self._decode(window)
+                # See ``_end_of``; broken bytes of the text itself are shown as they are.
+                if not self._shown.startswith(INCOMPLETE) or text.endswith(self._shown):
+                    break
+            self._window = window
+        self._known = len(self._window)
         if self.stopped is not None:
             return
         matches = [(held.find(stop), -len(stop), stop) for stop in self.stops if stop in held]

@@ -152,7 +152,7 @@ class Grower:
         self._tokens = list[int]()
         self._parents = list[int]()
         self._drafted, self._path, self._new_tokens = (
-            memoryview(array) for array in (self.memory.drafted, self.memory.path, self.memory.tokens)
+            array.data for array in (self.memory.drafted, self.memory.path, self.memory.tokens)
         )
 
     @property
@@ -326,7 +326,7 @@ class Grower:
         if self.rows > SMALL_TREE:
             nodes = self._drafted[2:].tolist()
         self._tokens, self._parents = nodes[0 : 2 * self.rows : 2], nodes[1 : 2 * self.rows : 2]
-        return chosen
+        return int(chosen)
 
     def grow_chain(self, limit: int, max_depth: int, rate: float = 1.0, bias: float = 1.0) -> int:
         """Grow the chain with the most expected accepted tokens. Returns the number of rows that pay off."""

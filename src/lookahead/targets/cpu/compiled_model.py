@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numba import config as numba_config
@@ -43,6 +43,19 @@ Array = np.ndarray[Any, np.dtype[Any]]
 TOP = 24
 
 
+class Rotary(NamedTuple):
+    """Cosine and sine of rotary angles: (tables, positions, D / 2, 2) fp32, its address, and its strides in bytes."""
+
+    table: Array
+    positions: int
+    address: int
+    each: int
+
+    @classmethod
+    def of(cls, table: Array) -> Rotary:
+        return cls(table, table.shape[1], table.ctypes.data, table.strides[0])
+
+
 class CompiledModel:
     """A model with a compiled forward pass. Several threads may run passes at the same time.
 
@@ -70,7 +83,7 @@ class CompiledModel:
         self.fmt = fmt or (FORMATS["packed", self.dtype] if packed else format_for(self.dtype))
         self.layout = f"compiled passes on {self.fmt}"
         self.padded_head = round_up(self.head_size, KEY_BLOCK * self.fmt.key_pair)
-        self._angles: Array = np.empty((0, 0), np.float32)
+        self._rotary = Rotary.of(np.empty((0, 0), np.float32))
         self._kept: list[Any] = []  # owners of the memory that the records point to
         self._layers = np.zeros(blueprint.layer_count, LAYER)
         self._model = np.zeros(1, PLAN)
@@ -237,21 +250,22 @@ class CompiledModel:
         order = np.argsort(formats.paired(size, self.blueprint.rotary_size))
         return [(keys[..., order], values[..., :size].copy()) for keys, values in cache.read(slot, length)]
 
-    def _rotary_up_to(self, position: int) -> Array:
-        """Cosine and sine of positions 0 .. position or more, (tables, positions, D / 2, 2).
+    def _rotary_up_to(self, position: int) -> Rotary:
+        """Cosine and sine of positions 0 .. position or more.
 
         If only the first R numbers of a head rotate, the others have the angle 0.
         """
-        known = table = self._angles  # read once, since another thread may replace it
-        if position >= known.shape[1] and self.blueprint.angles is not None:
+        rotary = self._rotary  # read once, since another thread may replace it
+        known = rotary.table
+        if position >= rotary.positions and self.blueprint.angles is not None:
             angles = self.blueprint.angles(1 << position.bit_length())
             shape = *angles.shape[:2], self.head_size // 2
             table = np.stack([np.ones(shape, np.float32), np.zeros(shape, np.float32)], -1)
             table[:, :, : angles.shape[2]] = angles
             if known.size:
                 table[:, : known.shape[1]] = known  # no bit of a position ever changes
-            self._angles = table
-        return table
+            self._rotary = rotary = Rotary.of(table)
+        return rotary
 
     def run(
         self,
@@ -261,6 +275,7 @@ class CompiledModel:
         reads: Sequence[int],
         cache: KVCache,
         memory: np.ndarray[Any, Any],
+        address: int,
         hidden: bool = False,
     ) -> None:
         """Evaluate rows, and write their keys and values after the slots' committed tokens.
@@ -272,6 +287,7 @@ class CompiledModel:
             cache: must have room for the rows.
             memory: uint8; receives the logits, the peaks, the best tokens and their log-odds, R times
                 ``logits_strides`` bytes; then, if ``hidden``, the hidden states, R times ``states_stride`` bytes.
+            address: its address.
             hidden: whether to keep the hidden states of the rows that are read.
 
         Raises:
@@ -296,18 +312,16 @@ class CompiledModel:
         longest = max(segment.length + segment.rows for segment in segments)
         # Describe the step, and point the plan to the caller's memory.
         state.reserve(len(tokens), longest, pool.size)
-        state.describe(tokens, positions, segments, reads, cache)
-        p = state.plan
         rotary = self._rotary_up_to(max(positions))
-        address = memory.ctypes.data
-        for name, stride in zip(("logits", "peaks", "top_ids", "top_odds"), self.logits_strides, strict=True):
-            p[name] = address
+        places = list[int]()
+        for stride in self.logits_strides:
+            places.append(address)
             address += len(reads) * stride
-        p["states"] = address if hidden else 0
-        p["rotary"] = rotary.ctypes.data
-        p["rotary_each"] = rotary.strides[0]
-        state.tile_config[:] = formats.tile_config(min(16, len(tokens)))
-        state.owners = (self, memory, rotary, [cache.storage[segment.slot] for segment in segments])
+        places.append(address if hidden else 0)
+        state.describe(tokens, positions, segments, reads, cache, rotary.address, rotary.each, *places)
+        if self.fmt.kind == "tiles":
+            state.tile_config[:] = formats.tile_config(min(16, len(tokens)))
+        state.owners = (self, memory, rotary.table, [cache.storage[segment.slot] for segment in segments])
         pool.run(self._job, state.address, state)
         state.owners = None
         self._idle.append(state)

@@ -6,6 +6,7 @@ Memory fields are addresses; strides and buffer sizes are in bytes. Compiled cod
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
@@ -100,6 +101,25 @@ SEGMENT = record(
     rows="i8",
     is_chain="i8",  # whether each row sees all rows before it (a prompt)
 )
+#: The fields of a plan that change from step to step, all integers:
+STEP_FIELDS = (
+    # The rows. A tree row sees the prefix and path_columns[path_ends[row]:path_ends[row + 1]].
+    *(
+        "rows",
+        "reads",
+        "segment_count",
+        "tokens",
+        "positions",
+        "read_rows",
+        "segments",
+        "path_ends",
+        "path_columns",
+    ),
+    *("rotary", "rotary_each"),
+    # The results: logits and peaks, the ``top`` best tokens of each row and their log-odds against the best, and the
+    # input of the LM head if ``states`` is not 0.
+    *("logits", "peaks", "top_ids", "top_odds", "states"),
+)
 #: Everything that a pass reads. A name with ``_stride`` is the number of bytes from row to row.
 PLAN = record(
     # The model.
@@ -113,7 +133,6 @@ PLAN = record(
     layers="i8",
     embedding="i8",
     position_embedding="i8",
-    rotary_each="i8",
     embedding_scale="f4",
     final_norm=NORM,
     lm_head=LINEAR,
@@ -135,28 +154,12 @@ PLAN = record(
     scratch_each="i8",
     score_line="i8",
     tile_config="i8",
-    # The step. A tree row sees the prefix and path_columns[path_ends[row]:path_ends[row + 1]].
-    rows="i8",
-    reads="i8",
-    tokens="i8",
-    positions="i8",
-    read_rows="i8",
-    segments="i8",
-    segment_count="i8",
-    path_ends="i8",
-    path_columns="i8",
-    rotary="i8",
-    # The results: logits and peaks, the ``top`` best tokens of each row and their log-odds against the best, and the
-    # input of the LM head if ``states`` is not 0.
-    logits="i8",
+    # The sizes of the results.
     logits_stride="i8",
-    peaks="i8",
     peaks_stride="i8",
     top="i8",
-    top_ids="i8",
-    top_odds="i8",
-    states="i8",
     states_stride="i8",
+    **dict.fromkeys(STEP_FIELDS, "i8"),
 )
 
 
@@ -188,6 +191,11 @@ class ExecutionState:
         self.plan = self.records[0]
         self.address: int = self.records.ctypes.data
         self._fmt = fmt
+        # The fields of the step, so that they can be written together: after a pass, when caches are cold, each
+        # call of numpy takes about 5 us.
+        fields: Any = PLAN.fields
+        _, first = fields[STEP_FIELDS[0]]
+        self._fields = self.records.view(np.uint8).data[first : first + 8 * len(STEP_FIELDS)].cast("q")
         self._capacity = (0, 0, 0)
         self._buffers: dict[str, Any] = {}
         self._step: Any = None
@@ -234,8 +242,14 @@ class ExecutionState:
         segments: Sequence[Segment],
         reads: Sequence[int],
         cache: KVCache,
+        *results: int,
     ) -> None:
-        """Write the part of the plan that changes from step to step. Arguments as in ``CompiledModel.run``."""
+        """Write the part of the plan that changes from step to step.
+
+        Args:
+            tokens, positions, segments, reads, cache: as in ``CompiledModel.run``.
+            results: the fields from ``rotary`` on.
+        """
         # By segment, its record; by row of a tree, the columns of its path.
         table = list[int]()
         ends = [0]
@@ -254,24 +268,14 @@ class ExecutionState:
                 paths.append(path)
                 columns += path
                 ends.append(len(columns))
-        # One array for all parts, so that there is one copy from Python lists.
-        parts: dict[str, Sequence[int]] = {
-            "tokens": tokens,
-            "positions": positions,
-            "read_rows": reads,
-            "segments": table,
-            "path_ends": ends,
-            "path_columns": columns,
-        }
-        self._step = np.array([number for part in parts.values() for number in part], np.int64)
-        p = self.plan
-        address = self._step.ctypes.data
-        for name, part in parts.items():
-            p[name] = address
+        # One array for all parts.
+        self._step = array("q", [*tokens, *positions, *reads, *table, *ends, *columns])
+        address, _ = self._step.buffer_info()
+        addresses = list[int]()
+        for part in (tokens, positions, reads, table, ends, columns):
+            addresses.append(address)
             address += 8 * len(part)
-        p["rows"] = len(tokens)
-        p["reads"] = len(reads)
-        p["segment_count"] = len(segments)
+        self._fields[:] = array("q", [len(tokens), len(reads), len(segments), *addresses, *results])
 
 
 @entry
@@ -330,30 +334,39 @@ class KVCache(KVStorage):
         self._shown_as = self._dtype if fmt.stored.is_bf16 else np.dtype(np.float32)
         self._shape = layers, 2 * key_heads, round_up(max(capacity, 1), SCORE_BLOCK), head_size
         self.storage: list[np.ndarray[Any, Any]] = []
+        self._layouts: list[tuple[int, int, int]] = []
+        self._capacities: list[int] = []
         # Compile ``_move`` now instead of in the first step that accepts rows of another branch.
         self._move_rows(np.zeros((1, 1, 1), self._dtype), 1, 0, [])
 
     def make_room(self, slot: int, length: int) -> None:
+        if slot < len(self._capacities) and length <= self._capacities[slot]:
+            return
         while len(self.storage) <= slot:
-            self.storage.append(np.zeros(self._shape, self._dtype))
+            self._place(len(self.storage), np.zeros(self._shape, self._dtype))
         old = self.storage[slot]
         layers, heads, have, size = old.shape
         capacity = have
         while capacity < length:
             capacity *= 2
         if capacity > have:
-            self.storage[slot] = new = np.zeros((layers, heads, capacity, size), self._dtype)
+            new = np.zeros((layers, heads, capacity, size), self._dtype)
             new[:, :, :have] = old
+            self._place(slot, new)
+
+    def _place(self, slot: int, array: np.ndarray[Any, Any]) -> None:
+        self.storage[slot : slot + 1] = [array]
+        self._capacities[slot : slot + 1] = [array.shape[2]]
+        self._layouts[slot : slot + 1] = [(array.ctypes.data, array.strides[0], array.strides[1])]
 
     def free(self, slot: int) -> None:
         """Free the memory by which a slot has grown."""
         if self.storage[slot].shape != self._shape:
-            self.storage[slot] = np.zeros(self._shape, self._dtype)
+            self._place(slot, np.zeros(self._shape, self._dtype))
 
     def layout(self, slot: int) -> tuple[int, int, int]:
         """Address of a slot's memory, bytes from layer to layer, and bytes from head to head."""
-        array = self.storage[slot]
-        return array.ctypes.data, array.strides[0], array.strides[1]
+        return self._layouts[slot]
 
     def copy(self, slot: int, source: int, length: int) -> None:
         columns = round_up(length, SCORE_BLOCK)  # keys are interleaved in blocks of columns
