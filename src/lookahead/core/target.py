@@ -36,10 +36,14 @@ class Scores(Protocol):
         ...
 
     def top(self, nodes: Sequence[int], k: int) -> tuple[Any, Any]:
-        """The k best tokens of each given row and their log-odds relative to its best, for drafters that learn.
+        """The best tokens of each given row and their log-odds relative to its best, for drafters that learn.
+
+        Args:
+            k: the number of tokens that are needed.
 
         Returns:
-            (ids, log-odds), both n x k (n x V if V < k), best first, as numpy arrays or nested lists. Log-odds are
+            (ids, log-odds), both n x m, best first, as numpy arrays or nested lists. m is at least min(k, V): a
+            target that has found more tokens returns them too, because each conversion takes time. Log-odds are
             logit minus largest logit, so the first column is 0. If a logit of a row is NaN, all its log-odds are NaN
             and its token ids are undefined.
         """

@@ -71,8 +71,8 @@ class Recorder(Choose):
 
     def __call__(self, scores: Scores, node: int) -> int:
         ids, odds = scores.top([node], TOP)
-        self.ids.append(np.asarray(ids[0], np.int32).copy())
-        self.logprobs.append((np.asarray(odds[0]) - _log_mass(scores, node)).astype(np.float16))
+        self.ids.append(np.asarray(ids[0][:TOP], np.int32).copy())
+        self.logprobs.append((np.asarray(odds[0][:TOP]) - _log_mass(scores, node)).astype(np.float16))
         return self._choose(scores, node)
 
     def overlap(self, tree: TokenTree) -> None:

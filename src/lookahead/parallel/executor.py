@@ -124,9 +124,9 @@ def as_tensor(row: Any) -> torch.Tensor:
     return row if isinstance(row, torch.Tensor) else torch.tensor(row, dtype=torch.float64)
 
 
-def as_lists(top: tuple[Any, Any]) -> tuple[list[list[int]], list[list[float]]]:
-    """The result of ``Scores.top`` as lists."""
-    ids, log_odds = (rows.tolist() if hasattr(rows, "tolist") else rows for rows in top)
+def as_lists(top: tuple[Any, Any], k: int) -> tuple[list[list[int]], list[list[float]]]:
+    """The result of ``Scores.top`` as lists of at most ``k`` numbers per row."""
+    ids, log_odds = (rows[:, :k].tolist() if hasattr(rows, "tolist") else rows for rows in top)
     return ids, log_odds
 
 
@@ -185,7 +185,9 @@ def _execute(link: Link, executors: dict[int, RankExecutor], message: Message) -
         case "row":
             row = as_tensor(executor.scores[message["b"]].row(message["row"]))
         case "top":
-            answer["top"] = as_lists(executor.scores[message["b"]].top(message["rows"], message["k"]))
+            answer["top"] = as_lists(
+                executor.scores[message["b"]].top(message["rows"], message["k"]), message["k"]
+            )
         case kind:
             raise AssertionError(f"rank 0 sent {kind!r}, which is unknown")
     link.send("done", checksum=executor.checksum, **answer)

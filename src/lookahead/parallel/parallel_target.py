@@ -113,7 +113,7 @@ class ParallelScores:
         for part in self._parts:
             owned = [node for node in nodes if self._location[node][0] is part]
             if owned:
-                ids_and_odds = as_lists(part.top([self._location[node][1] for node in owned], k))
+                ids_and_odds = as_lists(part.top([self._location[node][1] for node in owned], k), k)
                 by_node.update(zip(owned, zip(*ids_and_odds, strict=True), strict=True))
         return [by_node[node][0] for node in nodes], [by_node[node][1] for node in nodes]
 

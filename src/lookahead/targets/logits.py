@@ -54,12 +54,13 @@ class Logits(ABC):
         """Compute what ``top`` returns."""
 
     def top(self, k: int) -> tuple[Numbers, Numbers]:
-        """The k best tokens of every row, int32, and their logits minus the row's largest, both (B, R, min(k, V))."""
+        """The best tokens of every row, int32, and their logits minus the row's largest, both (B, R, m).
+
+        m is at least min(k, V); see ``Scores.top``.
+        """
         if self._top is None or self._top[0].shape[-1] < k:
             self._top = self._search(k)
-        ids, odds = self._top
-        # Slicing takes microseconds after a pass, because caches are cold.
-        return self._top if ids.shape[-1] == k else (ids[..., :k], odds[..., :k])
+        return self._top
 
     def best(self, b: int, r: int) -> int:
         """The token with the largest logit in row r of sequence b, the lowest token among ties.
@@ -248,7 +249,7 @@ class LogitsRows:
         return self._batch.host(self._b, self._row_of(node))
 
     def top(self, nodes: Sequence[int], k: int) -> tuple[Numbers, Numbers]:
-        """Tokens and log-odds of the k best, both (n, k), as numpy arrays."""
+        """Tokens and log-odds of the best, both (n, m), as numpy arrays; see ``Scores.top``."""
         ids, odds = self._batch.top(k)
         if self._row is None and isinstance(nodes, range) and nodes.step == 1:
             rows: Any = slice(self._start + nodes.start, self._start + nodes.stop)  # views instead of copies
