@@ -185,6 +185,7 @@ def chains() -> str:
 
 #: Kinds of text -> their data sets.
 KINDS = {"prose": ("mt-bench",), "code": ("humaneval", "mbpp", "classeval")}
+QUOTED_SETS = tuple(name for sets in KINDS.values() for name in sets)
 #: Pages of the default and the light head -> methods, with their names.
 WORTH = {
     "bench-packed-head": {"adaptive": "the default", "adaptive:head=auto": "with the light head"},
