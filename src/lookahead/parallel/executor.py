@@ -126,8 +126,8 @@ def as_tensor(row: Any) -> torch.Tensor:
 
 def as_lists(top: tuple[Any, Any], k: int) -> tuple[list[list[int]], list[list[float]]]:
     """The result of ``Scores.top`` as lists of at most ``k`` numbers per row."""
-    ids, log_odds = (rows[:, :k].tolist() if hasattr(rows, "tolist") else rows for rows in top)
-    return ids, log_odds
+    ids, log_odds = (rows.tolist() if hasattr(rows, "tolist") else rows for rows in top)
+    return [row[:k] for row in ids], [row[:k] for row in log_odds]
 
 
 def serve(link: Link, make_target: Callable[[], Target]) -> None:
