@@ -346,14 +346,28 @@ def test_the_table_of_a_model_is_found_by_its_sizes(saved, tmp_path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = SimpleNamespace(vocab_size=V, hidden_size=64, num_hidden_layers=2)
     assert base_files.table_name(config) == f"v{V}-h64-l2"
-    assert base_files.find_base_table(config) is None
+    assert base_files.base_table_of(config, V) is None
     learned = base_files.learned_file(config)
     learned.parent.mkdir(parents=True)
     learned.write_bytes(saved.read_bytes())
-    assert base_files.find_base_table(config) == learned
+    assert base_files.base_table_of(config, V).path == learned
     monkeypatch.setattr(base_files, "INCLUDED", learned.parent)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
-    assert base_files.find_base_table(config) == learned
+    assert base_files.base_table_of(config, V).path == learned
+
+
+def test_the_table_from_most_text_is_used(given, tmp_path, monkeypatch):
+    """If both are from the same text, the one made on this machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = SimpleNamespace(vocab_size=V, hidden_size=64, num_hidden_layers=2)
+    learned = base_files.learned_file(config)
+    included = tmp_path / "included" / learned.name
+    monkeypatch.setattr(base_files, "INCLUDED", included.parent)
+    trie, counts, _ = build(given, V)
+    save_table(included, trie, counts, V, "a model", 800)
+    for tokens, used in ((799, included), (800, learned), (801, learned)):
+        save_table(learned, trie, counts, V, "a model", tokens)
+        assert base_files.base_table_of(config, V).path == used
 
 
 def test_a_home_folder_that_is_not_accessible_has_no_files(monkeypatch):
@@ -366,7 +380,7 @@ def test_a_home_folder_that_is_not_accessible_has_no_files(monkeypatch):
 
     monkeypatch.setenv("XDG_CACHE_HOME", home)
     monkeypatch.setattr(os, "stat", refused)
-    assert base_files.find_base_table(config) is None
+    assert base_files.base_table_of(config, V) is None
     assert light_head.find_head(SimpleNamespace(config=config)) is None
 
 

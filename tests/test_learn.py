@@ -14,7 +14,8 @@ from learned import save_table, small_disk
 from lookahead.core import SettingsError
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive import base_files
-from lookahead.drafters.adaptive.base_files import find_base_table, learned_file
+from lookahead.drafters.adaptive.base_files import base_table_of, learned_file
+from lookahead.drafters.adaptive.sources.base_table import open_table
 from lookahead.learning import self_text, text_parts
 from lookahead.learning.self_text import Writer
 from lookahead.learning.table_learner import Goal, Learner
@@ -36,10 +37,11 @@ def chats(toy_chat):
 def test_what_was_learned_is_found_and_changes_no_text():
     code, out, err = call("learn", "tiny", "--tokens", 3000, "--json")
     assert code == 0, err
-    assert "no chat template, so it continues short texts" in err
+    assert "no chat template, so it continues short openings" in err
     report = json.loads(out)
     llm = lookahead.load("tiny")
-    assert report["file"] == str(learned_file(llm.model.config)) == str(find_base_table(llm.model.config))
+    used = base_table_of(llm.model.config, llm.vocabulary).path
+    assert report["file"] == str(learned_file(llm.model.config)) == str(used)
     assert 2900 < report["tokens"] < 3500
     assert not report["interrupted"]
     prompts = ["def is_prime(n):\n", "class Stack:\n", "import os\n"]
@@ -75,6 +77,31 @@ def test_doctor_names_a_damaged_table_and_the_one_in_use(chats, tmp_path, monkey
     included.unlink()
     _, out, _ = call("doctor", chats, "--json")
     assert json.loads(out)["model"]["base_table"] == f"{damaged}; none; lookahead learn makes one"
+
+
+def test_a_damaged_table_is_learned_again(chats):
+    learned = learned_file(lookahead.load(chats).model.config)
+    learned.parent.mkdir(parents=True)
+    learned.write_bytes(b"x" * 40)
+    _, out, _ = call("doctor", chats, "--json")
+    assert "learn it again" in json.loads(out)["model"]["base_table"]
+    code, _, err = call("learn", chats, "--tokens", 900)
+    assert code == 0, err
+    assert open_table(learned).learned >= 900
+
+
+def test_a_table_from_less_text_than_the_included_one_is_not_used(chats, tmp_path, monkeypatch):
+    learned = learned_file(lookahead.load(chats).model.config)
+    included = tmp_path / "included" / learned.name
+    monkeypatch.setattr(base_files, "INCLUDED", included.parent)
+    save_table(included, VOCABULARY, 4 * [[token, 7, 8, 9, token, 10] for token in range(3, 60)])
+    assert 600 < open_table(included).learned < 1500
+    for tokens, used in ((300, included), (2500, learned)):
+        code, _, err = call("learn", chats, "--tokens", tokens)
+        assert code == 0, err
+        assert (f"the table {included}, from" in err) == (used == included)
+        _, out, _ = call("doctor", chats, "--json")
+        assert json.loads(out)["model"]["base_table"].startswith(str(used))
 
 
 def test_a_second_run_continues_the_first(chats, tmp_path):
@@ -140,6 +167,14 @@ def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatc
     (tmp_path / "file").write_text("")
     refused("must be a writable folder", "learn", chats, "--output", tmp_path / "file" / "table")
     refused("--output must be a file, got the folder", "learn", chats, "--output", tmp_path)
+    (tmp_path / "notes").write_text("mine")
+    refused(
+        "must not replace other files, .*notes is not a base table",
+        "learn",
+        chats,
+        "--output",
+        tmp_path / "notes",
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     refused("must be a writable folder .*; set XDG_CACHE_HOME", "learn", chats)
     with pytest.raises(SettingsError, match="needs a limit in minutes or in tokens"):

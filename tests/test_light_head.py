@@ -523,6 +523,25 @@ def test_auto_takes_the_head_of_this_model_if_there_is_one(models, tmp_path, mon
     assert not said
 
 
+def test_a_damaged_head_is_replaced_by_the_included_one(models, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = quantize_model(models["module"], probe(models["module"]).facts, "q8_0")
+    own = own_head_file(model)
+    included = tmp_path / "included" / own.name
+    monkeypatch.setattr(light_head, "INCLUDED", included.parent)
+    for file in (own, included):
+        file.parent.mkdir(parents=True)
+    own.write_bytes(b"x" * 40)
+    weights().save(included)
+    said = []
+    assert head_of(model, CpuTarget, "auto", lambda: make_target(model), said.append).cost > 0
+    (line,) = said
+    assert line.startswith(f"{own} is not a light head: ")
+    assert line.endswith(
+        f"train one with lookahead train-head, or give another path; continuing with {included}"
+    )
+
+
 @pytest.mark.parametrize("wanted", ["auto", "head.safetensors"])
 @pytest.mark.parametrize("target", NO_HIDDEN, ids=lambda target: target.__name__)
 def test_a_head_on_a_path_without_hidden_states_is_said_once(models, target, wanted):

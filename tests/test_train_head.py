@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import signal
+import time
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,10 +100,10 @@ def test_an_interrupted_command_goes_on_twice_and_ends_with_the_same_head(chats,
     assert (code, out) == (130, "")
     assert f"interrupted; progress is saved in {folder}, and the same command continues" in err
     monkeypatch.setattr(hidden_states, "_save", kept)
-    train = Training._train
-    _interrupt_after(monkeypatch, Training, "_train", 3)
+    train = Training._gradients
+    _interrupt_after(monkeypatch, Training, "_gradients", 3)
     assert command(chats, "--output", tmp_path / "parts")[0] == 130
-    monkeypatch.setattr(Training, "_train", train)
+    monkeypatch.setattr(Training, "_gradients", train)
     assert not (tmp_path / "parts").exists()
     assert command(chats, "--output", tmp_path / "parts")[0] == 0
     parts = load_head(tmp_path / "parts")
@@ -165,7 +167,7 @@ def test_damaged_states_are_computed_again_and_a_damaged_checkpoint_is_said(chat
     collect(learner._target, 64, learner.texts.parts(), learner.folder)
     assert states.read_bytes() == before
     assert not list(learner.folder.glob("checkpoint*")), "the head is saved"
-    _interrupt_after(monkeypatch, Training, "_train", 1)
+    _interrupt_after(monkeypatch, Training, "_gradients", 1)
     with pytest.raises(KeyboardInterrupt):
         learner.run()
     (checkpoint,) = learner.folder.glob("checkpoint-*.safetensors")
@@ -217,7 +219,7 @@ def test_a_loss_that_is_not_finite_ends_the_training(tmp_path):
 
     settings = TrainSettings(shortlist=16, width=32, batch=16)
     training = Training(drawn_positions(), rows, rows, 40, settings, tmp_path)
-    assert np.isfinite(training._train(training.starts[:1]))
+    assert np.isfinite(training._gradients(training.starts[:1]))
     with torch.no_grad():
         training.network.log_scale.fill_(100.0)
     with pytest.raises(SettingsError, match="the loss must stay finite; a smaller --rate may help"):
@@ -225,11 +227,34 @@ def test_a_loss_that_is_not_finite_ends_the_training(tmp_path):
     assert training.step == 0
 
 
+def test_an_interrupt_during_an_update_is_delayed_to_its_end(tmp_path, monkeypatch):
+    def rows(tokens):
+        return np.random.default_rng(1).standard_normal((len(tokens), 32)).astype(np.float32)
+
+    def started():
+        return Training(drawn_positions(), rows, rows, 40, settings, tmp_path)
+
+    def interrupted(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)  # Python handles the signal here
+        update(self)
+
+    settings = TrainSettings(shortlist=16, width=32, batch=16)
+    update = Training._update
+    monkeypatch.setattr(Training, "_update", interrupted)
+    training = started()
+    with pytest.raises(KeyboardInterrupt):
+        training.run()
+    again = started()
+    assert again.step == training.step == 1
+    assert any(state["exp_avg"].any() for state in again._optimizer.state.values())
+
+
 def test_other_settings_start_from_the_beginning_and_the_first_ones_continue(chats, monkeypatch):
-    train = Training._train
-    _interrupt_after(monkeypatch, Training, "_train", 3)
+    train = Training._gradients
+    _interrupt_after(monkeypatch, Training, "_gradients", 3)
     assert command(chats)[0] == 130
-    monkeypatch.setattr(Training, "_train", train)
+    monkeypatch.setattr(Training, "_gradients", train)
     notes = []
     learner = HeadLearner(lookahead.load(chats), 10, TrainSettings(width=64, levels=1), note=notes.append)
     assert learner.run().about["steps"] > 0
@@ -239,7 +264,7 @@ def test_other_settings_start_from_the_beginning_and_the_first_ones_continue(cha
         f"training on all {learner.texts.tokens:,} tokens of earlier runs, more than the 10"
     )
     steps = []
-    monkeypatch.setattr(Training, "_train", lambda self, starts: steps.append(self.step) or 1.0)
+    monkeypatch.setattr(Training, "_gradients", lambda self, starts: steps.append(self.step) or 1.0)
     code, _, err = command(chats)
     assert code == 0
     assert steps[0] == 3
@@ -253,6 +278,14 @@ def test_what_cannot_be_done_is_said_before_the_work(chats, tmp_path, monkeypatc
     (tmp_path / "file").write_text("")
     refused("must be a writable folder", *OPTIONS, chats, "--output", tmp_path / "file" / "head")
     refused("--output must be a file, got the folder", *OPTIONS, chats, "--output", tmp_path)
+    (tmp_path / "notes").write_text("mine")
+    refused(
+        "--output must not replace other files, .*notes is not a light head",
+        *OPTIONS,
+        chats,
+        "--output",
+        tmp_path / "notes",
+    )
     os.mkfifo(tmp_path / "pipe")  # not a device, which a broken check would replace
     refused("--output must be a file, got the device or pipe", *OPTIONS, chats, "--output", tmp_path / "pipe")
     usage = namedtuple("usage", "total used free")
@@ -310,12 +343,12 @@ def test_without_room_for_the_head_the_training_is_kept(chats, tmp_path, monkeyp
         code, out, err = command(chats, "--output", output)
         assert (code, out) == (2, "")
         assert err.strip().splitlines()[-1] == f"error: {expected}"
-        _interrupt_after(patched, Training, "_train", 0)
+        _interrupt_after(patched, Training, "_gradients", 0)
         with pytest.raises(SettingsError) as error:
             HeadLearner(lookahead.load(chats), TOKENS, TrainSettings(width=64), output).run()
         assert str(error.value) == expected
         assert list(tmp_path.glob("head*")) == []
-    _interrupt_after(monkeypatch, Training, "_train", 0)
+    _interrupt_after(monkeypatch, Training, "_gradients", 0)
     assert command(chats, "--output", output)[0] == 0
     assert load_head(output).about["steps"] > 0
 
@@ -323,6 +356,6 @@ def test_without_room_for_the_head_the_training_is_kept(chats, tmp_path, monkeyp
 def test_a_model_without_chat_template(toy_plain):
     code, out, err = command(str(toy_plain))
     assert code == 0, err
-    assert "no chat template, so it continues short texts" in err
+    assert "no chat template, so it continues short openings" in err
     assert "level 2: the next held-out token is among the top 1, 2, 4, 8 guesses in" in out
     assert "for further training and can be deleted" in err

@@ -92,12 +92,13 @@ class ModelUnderTest:
 
     def learned(self) -> dict[str, str]:
         """Digests of the base table and of the light head that drafters find for the model, by kind."""
-        from ..drafters.adaptive.base_files import find_base_table
+        from ..drafters.adaptive.base_files import base_table_of
         from ..targets.light_head import find_head
 
         if not hasattr(self.model, "config"):
             return {}
-        files = {"table": find_base_table(self.model.config), "head": find_head(self.model)}
+        table = base_table_of(self.model.config, 0)
+        files = {"table": table and table.path, "head": find_head(self.model)}
         return {kind: sha256(file.read_bytes()).hexdigest()[:12] for kind, file in files.items() if file}
 
 

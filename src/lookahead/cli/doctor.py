@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
-from ..core import SettingsError
 from ..engine.prompts import has_chat_template
 from ..options import DRAFTERS, LoadOptions
 from ..records import as_line
@@ -164,18 +163,13 @@ def _model(llm: LLM) -> dict[str, Any]:
 
 def _base_table(llm: LLM) -> str:
     """The table that the adaptive drafter uses, or how to get one, after the reasons why others cannot be used."""
-    from ..drafters.adaptive.base_files import checked_table, table_files
+    from ..drafters.adaptive.base_files import read_tables
 
-    parts = list[str]()
-    for file in table_files(llm.model.config):
-        try:
-            table = checked_table(file, llm.vocabulary)
-        except SettingsError as error:
-            parts.append(str(error))
-            continue
-        used = f"{file}, from {table.learned:,} tokens"
-        return "; ".join([*parts, f"in use: {used}"]) if parts else used
-    return "; ".join([*parts, "none; lookahead learn makes one"])
+    tables, reasons = read_tables(llm.model.config, llm.vocabulary)
+    if not tables:
+        return "; ".join([*reasons, "none; lookahead learn makes one"])
+    used = f"{tables[0].path}, from {tables[0].learned:,} tokens"
+    return "; ".join([*reasons, f"in use: {used}"]) if reasons else used
 
 
 def _plain(value: Any) -> str:

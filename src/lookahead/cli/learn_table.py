@@ -35,6 +35,7 @@ def learn(
     It needs no data and no training. Ctrl-C stops generating and builds the table from the text so far; another run
     continues.
     """
+    from ..drafters.adaptive.base_files import base_table_of
     from ..learning.table_learner import Goal, Learner
 
     # The goal, and the text of earlier runs.
@@ -64,6 +65,12 @@ def learn(
             f"interrupted; {learner.folder.tokens:,} tokens are kept, and another run continues"
         ) from None
     # Report.
+    used = base_table_of(llm.model.config, llm.vocabulary)
+    if output is None and used is not None and used.path != table.path:
+        note(
+            f"the table {used.path}, from {used.learned:,} tokens, stays in use until this one is from more; "
+            f"use this one with --table {table.path}"
+        )
     if as_json:
         figures = {"file": str(table.path), "tokens": table.learned, "contexts": table.contexts}
         typer.echo(json.dumps({"model": llm.name, **figures, "interrupted": interrupted}))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..core import SettingsError
 from ..drafters.adaptive.base_files import table_name
-from ..models.head_file import BLOCK, HeadWeights
+from ..models.head_file import BLOCK, FORMAT, HeadWeights
 from ..records import CONTINUES, cache_folder, not_writable
 from ..targets.light_head import check_hidden, own_head_file, row_readers, sizes_of
 from .head_data import Positions
@@ -79,9 +79,10 @@ class HeadLearner:
         self.texts = Folder(cache_folder() / "self-text" / name)
         self.folder = cache_folder() / "heads" / name
         self.output = output if output is not None else own_head_file(llm.model)
-        for folder in (self.texts.path, self.folder):
+        for folder in (self.texts.path, self.folder, self.output.absolute().parent):
             check_folder(folder)
-        check_output(self.output)
+        if output is not None:
+            check_output(output, "light head", lambda about: about.get("format", "").startswith(FORMAT[:-1]))
         check_same_model(self._target, self.texts)
         self._writer = Writer(llm, self.texts)
         kept = sum(file.stat().st_size for file in self.folder.glob("part-*.npy"))

@@ -10,7 +10,7 @@ Each text has a number, which determines its opening, seed and temperature.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..engine.prompts import has_chat_template
 from ..options import Options
 from ..records import check_writable
 from .openings import beginning, opening
-from .text_parts import ANSWER, OWN_ANSWER, REQUEST, TOP, Folder, Text, locked
+from .text_parts import ANSWER, OWN_ANSWER, REQUEST, TOP, Folder, Text, locked, uninterrupted
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -110,28 +110,36 @@ def check_folder(folder: Path) -> None:
     check_writable(folder, str(folder), "set XDG_CACHE_HOME or give another path")
 
 
-def check_output(file: Path) -> None:
-    """Raise SettingsError unless the file can be written, to be called before hours of work."""
+def check_output(file: Path, kind: str, is_one: Callable[[Mapping[str, str]], bool]) -> None:
+    """Check the file of --output, to be called before hours of work. An earlier file of the same kind is replaced.
+
+    Args:
+        file: the file.
+        kind: what it will contain, for messages.
+        is_one: whether a safetensors file with this metadata contains that.
+
+    Raises:
+        SettingsError: the file cannot be written, or exists and contains something else.
+    """
     if file.exists() and not file.is_file():
-        kind = "folder" if file.is_dir() else "device or pipe"
-        raise SettingsError(f"--output must be a file, got the {kind} {file}; give another path")
+        found = "folder" if file.is_dir() else "device or pipe"
+        raise SettingsError(f"--output must be a file, got the {found} {file}; give another path")
     check_folder(file.absolute().parent)
-    if file.is_file() and file.stat().st_size and not _was_learned(file):
+    if file.is_file() and file.stat().st_size and not is_one(_metadata(file)):
         raise SettingsError(
-            f"{file} exists and is neither a base table nor a light head; give another --output"
+            f"--output must not replace other files, but {file} is not a {kind}; give another path"
         )
 
 
-def _was_learned(file: Path) -> bool:
-    """Whether a file is a base table or a light head, which may be replaced."""
+def _metadata(file: Path) -> Mapping[str, str]:
+    """The metadata of a safetensors file; empty for other files."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, "numpy") as content:
-            about = content.metadata() or {}
-            return "learned" in about or about.get("format", "").startswith("lookahead ")
+            return content.metadata() or {}
     except (SafetensorError, OSError):
-        return False
+        return {}
 
 
 def check_same_model(target: Target, folder: Folder) -> None:
@@ -269,11 +277,12 @@ class Writer:
                     saved = monotonic()
                 progress(tokens, monotonic() - begin)
         finally:
-            for sequence in engine.sequences:
-                if sequence.tokens:
-                    ended.append(_text(sequence.request.tag, sequence.request.prompt, sequence.tokens))
-            engine.close()
-            self.folder.save(ended)
+            with uninterrupted():  # a second Ctrl-C must not lose the text since the last part
+                for sequence in engine.sequences:
+                    if sequence.tokens:
+                        ended.append(_text(sequence.request.tag, sequence.request.prompt, sequence.tokens))
+                engine.close()
+                self.folder.save(ended)
         return tokens
 
     def _add(self, engine: Engine, number: int) -> None:

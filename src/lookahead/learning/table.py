@@ -117,7 +117,8 @@ def _means(groups: Array, ids: Array, weights: Array, vocabulary: int, count: in
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     firsts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
-    sums, keys = np.add.reduceat(weights[order], firsts), keys[firsts]
+    sums = np.add.reduceat(weights[order], firsts)
+    keys = keys[firsts]
     groups, ids = keys // vocabulary, keys % vocabulary
     order = np.lexsort((-sums, groups))
     groups, ids, sums = groups[order], ids[order], sums[order]

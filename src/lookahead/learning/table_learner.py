@@ -79,8 +79,10 @@ class Learner:
         self._name = table_name(config)
         self.output = output if output is not None else learned_file(config)
         self.folder = Folder(cache_folder() / "self-text" / self._name)
-        check_folder(self.folder.path)
-        check_output(self.output)
+        for folder in (self.folder.path, self.output.absolute().parent):
+            check_folder(folder)
+        if output is not None:
+            check_output(output, "base table", lambda about: "learned" in about)
         check_same_model(llm.target(), self.folder)
         self._writer = Writer(llm, self.folder)
 

@@ -112,7 +112,7 @@ class Folder:
         temporary = self.path / f"part.{os.getpid()}.tmp"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            with _uninterrupted():
+            with uninterrupted():
                 try:
                     with temporary.open("wb") as opened:
                         np.savez_compressed(opened, **_packed(texts))
@@ -157,7 +157,7 @@ def locked(folder: Path) -> FileLock:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Delay Ctrl-C until the end of the block."""
     if threading.current_thread() is not threading.main_thread():
         yield

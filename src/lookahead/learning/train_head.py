@@ -39,6 +39,7 @@ from ..models.head_file import HeadWeights
 from ..records import CONTINUES, not_writable, replacing
 from ..targets.head_network import HeadNetwork
 from .head_data import Array, Positions, Report
+from .text_parts import uninterrupted
 from .train_settings import TrainSettings
 
 #: The dtypes of matrix products, by name.
@@ -155,8 +156,10 @@ class Training:
         batches = self._batches(first)
         try:
             while self.step < self.steps:
-                loss = self._train(next(batches))
-                self.step += 1
+                loss = self._gradients(next(batches))
+                with uninterrupted():  # a checkpoint must not have half an update, or one that is not counted
+                    self._update()
+                    self.step += 1
                 self._loss += (loss - self._loss) * (0.02 if self._loss else 1.0)
                 now = monotonic()
                 self.seconds = before + now - begin
@@ -184,12 +187,11 @@ class Training:
         cosine = LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
         return settings.rate * min(1.0, (self.step + 1) / WARM_UP) * cosine
 
-    def _train(self, starts: Array) -> float:
-        """One step on runs that begin at these positions. Returns the loss of the first level."""
+    def _gradients(self, starts: Array) -> float:
+        """The gradients of runs that begin at these positions. Returns the loss of the first level."""
         settings = self.settings
         at = starts[:, None] + np.arange(settings.run)
 
-        # The loss of all levels.
         guess = self._tensor(self.positions.read(at))
         first = 0.0
         total = torch.zeros((), device=self.device)
@@ -205,15 +207,15 @@ class Training:
                     guess, at = guess[:deep], at[:deep]
         if not torch.isfinite(total):
             raise SettingsError("the loss must stay finite; a smaller --rate may help")
-
-        # The update.
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._rate()
         self._optimizer.zero_grad(set_to_none=True)
         total.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
-        self._optimizer.step()
         return first
+
+    def _update(self) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate()
+        self._optimizer.step()
 
     def _loss_at(self, guess: torch.Tensor, at: Array) -> torch.Tensor:
         """Cross-entropy of the guesses with the model's best tokens at these positions."""

@@ -29,8 +29,11 @@ from ..core.errors import first_line
 from ..records import must, replacing
 
 FORMAT = "lookahead light head 1"
+#: What to do about a file that cannot be used.
+REMEDY = "train one with lookahead train-head, or give another path"
 #: Numbers per block, and bytes per block by the bits of a number.
-BLOCK, BLOCK_BYTES = 32, {4: 18, 8: 34}
+BLOCK = 32
+BLOCK_BYTES = {4: 18, 8: 34}
 #: Limits of a file: levels, sizes, and bytes.
 MAX_LEVELS, MAX_SIZE, MAX_BYTES = 8, 1 << 20, 1 << 30
 
@@ -125,7 +128,7 @@ class HeadWeights:
         if (self.vocabulary, self.hidden) != (vocabulary, hidden):
             raise SettingsError(
                 f"the light head must match a vocabulary of {vocabulary} and a hidden size of {hidden} ({name}), "
-                f"but it has {self.vocabulary} and {self.hidden}; train one with lookahead train-head"
+                f"but it has {self.vocabulary} and {self.hidden}; {REMEDY}"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -161,7 +164,7 @@ def load_head(path: str | os.PathLike[str]) -> HeadWeights:
     from safetensors import SafetensorError, safe_open
 
     if not Path(path).is_file():
-        raise SettingsError(f"the light head must be a file, and {os.fspath(path)} is not one")
+        raise SettingsError(f"the light head must be a file, and {os.fspath(path)} is not one; {REMEDY}")
     try:
         if os.path.getsize(path) > MAX_BYTES:
             raise ValueError(f"it has more than {MAX_BYTES} bytes")
@@ -172,7 +175,7 @@ def load_head(path: str | os.PathLike[str]) -> HeadWeights:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return _checked(json.loads(texts["numbers"]), arrays, json.loads(texts.get("about", "{}")))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise SettingsError(f"{os.fspath(path)} is not a light head: {first_line(error)}") from None
+        raise SettingsError(f"{os.fspath(path)} is not a light head: {first_line(error)}; {REMEDY}") from None
 
 
 def _checked(numbers: Any, arrays: Mapping[str, Array], about: Any) -> HeadWeights:

@@ -37,7 +37,9 @@ def sizes_of(model: Any) -> tuple[int, int]:
             f"a light head needs hidden states, which engine={model.path!r} does not provide; omit engine"
         )
     if model.get_output_embeddings() is None:
-        raise SettingsError(f"a light head needs a model with output embeddings, and {_name(model)} has none")
+        raise SettingsError(
+            f"a light head needs a model with output embeddings, and {_name(model)} has none; decode without one"
+        )
     rows, hidden = model.get_output_embeddings().weight.shape
     return rows, hidden
 
@@ -56,7 +58,7 @@ def row_readers(model: Any) -> tuple[Callable[[Sequence[int]], Array], Callable[
     if parts[0].shape[1] != parts[1].shape[1]:
         raise SettingsError(
             f"a light head needs embeddings of the size of hidden states, and those of {_name(model)} have "
-            f"{parts[0].shape[1]} and {parts[1].shape[1]} numbers"
+            f"{parts[0].shape[1]} and {parts[1].shape[1]} numbers; decode without one"
         )
 
     def reader(weight: Any) -> Callable[[Sequence[int]], Array]:
@@ -114,9 +116,14 @@ def own_head_file(model: Any) -> Path:
     return cache_folder() / "heads" / f"{table_name(model.config)}.safetensors"
 
 
+def head_files(model: Any) -> list[Path]:
+    """The light heads of a model that exist: the one trained on this machine, then the included one."""
+    return existing_files(own_head_file(model), INCLUDED)
+
+
 def find_head(model: Any) -> Path | None:
-    """The light head of a model: the one trained on this machine, else the included one, else None."""
-    return next(iter(existing_files(own_head_file(model), INCLUDED)), None)
+    """The first of ``head_files``; None if there is none."""
+    return next(iter(head_files(model)), None)
 
 
 def head_of(
@@ -124,13 +131,14 @@ def head_of(
 ) -> Any:
     """The light head that a drafter asks for, or None.
 
-    All sequences of a model share it. The first time that it cannot be used, ``notice`` receives the reason, in one
-    line. This includes "auto" on a path without hidden states, because no drafter has a head unless it is requested.
+    All sequences of a model share it. The first time that a file cannot be used, ``notice`` receives the reason, in
+    one line. This includes "auto" on a path without hidden states, because no drafter has a head unless it is
+    requested.
 
     Args:
         model: a loaded model.
         target: one of its targets.
-        wanted: the head's path, or "auto" for the result of ``find_head``, if any.
+        wanted: the head's path, or "auto" for the first usable one of ``head_files``.
         make_target: makes a target, to measure the cost of a head call if it is not known.
     """
     key = wanted, target.path
@@ -140,13 +148,20 @@ def head_of(
             heads[key] = None
             try:
                 check_hidden(target, f"head={wanted!r}")
-                file = find_head(model) if wanted == "auto" else Path(wanted)
-                if file is not None:
+            except SettingsError as error:
+                notice(f"{error}; continuing without a light head")
+                return None
+            files = head_files(model) if wanted == "auto" else [Path(wanted)]
+            for number, file in enumerate(files, 1):
+                try:
                     head = make_head(model, target, load_head(file))
                     head.cost = head_cost(head, model, cost_path(target), make_target, notice)
-                    heads[key] = head
-            except (NumericalError, OutOfMemory, SettingsError) as error:
-                notice(f"{error}; continuing without a light head")
+                except (NumericalError, OutOfMemory, SettingsError) as error:
+                    instead = f"with {files[number]}" if number < len(files) else "without a light head"
+                    notice(f"{error}; continuing {instead}")
+                    continue
+                heads[key] = head
+                break
         return heads[key]
 
 

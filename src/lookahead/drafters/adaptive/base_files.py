@@ -2,7 +2,8 @@
 
 A table's file name encodes the vocabulary and sizes of the model, but not its weights. A table learned from a 4-bit
 file therefore serves the same model in any dtype, since a wrong guess costs a row and never changes a token. Tables
-made by ``lookahead learn`` are in the user's cache folder; this package includes one.
+made by ``lookahead learn`` are in the user's cache folder; this package includes one. If a model has both, the one
+that was built from more text is used.
 """
 
 from __future__ import annotations
@@ -44,24 +45,31 @@ def existing_files(own: Path, included: Path) -> list[Path]:
     return [file for file in (own, included / own.name) if os.path.isfile(file)]
 
 
-def table_files(config: Any) -> list[Path]:
-    """The tables of a model that exist: the learned one, then the included one."""
-    return existing_files(learned_file(config), INCLUDED)
+def read_tables(config: Any, vocabulary: int) -> tuple[list[BaseTable], list[str]]:
+    """The usable tables of a model, the one built from most text first, and why its other tables cannot be used.
 
+    The table of a short ``lookahead learn`` gives worse guesses than an included one that was built from more text.
 
-def find_base_table(config: Any) -> Path | None:
-    """The table of a model: the learned one, else the included one; None if there is neither."""
-    return next(iter(table_files(config)), None)
+    Args:
+        config: the model's config.
+        vocabulary: V of the model; 0 if unknown.
+    """
+    tables = list[BaseTable]()
+    reasons = list[str]()
+    for file in existing_files(learned_file(config), INCLUDED):
+        try:
+            tables.append(checked_table(file, vocabulary))
+        except SettingsError as error:
+            reasons.append(str(error))
+    return sorted(tables, key=lambda table: -table.learned), reasons
 
 
 def base_table_of(config: Any, vocabulary: int) -> BaseTable | None:
-    """The first usable table of a model; None if there is none. Warns about those that cannot be used.
-
-    Args:
-        vocabulary: V of the model; 0 if unknown.
-    """
-    tables = (usable_table(file, vocabulary) for file in table_files(config))
-    return next((table for table in tables if table is not None), None)
+    """The first of ``read_tables``; None if there is none. Warns about those that cannot be used."""
+    tables, reasons = read_tables(config, vocabulary)
+    for reason in reasons:
+        _warn(reason)
+    return tables[0] if tables else None
 
 
 def usable_table(path: str | os.PathLike[str], vocabulary: int) -> BaseTable | None:

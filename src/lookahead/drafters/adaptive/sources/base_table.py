@@ -324,7 +324,9 @@ def open_table(path: str | os.PathLike[str]) -> BaseTable:
     try:
         status = file.stat()
     except OSError as error:
-        raise SettingsError(f"a base table must be a file, got {file} ({error.strerror})") from None
+        raise SettingsError(
+            f"a base table must be a file, got {file} ({error.strerror}); create one with lookahead learn"
+        ) from None
     return _opened(file.absolute(), status.st_mtime_ns, status.st_size, status.st_ino)
 
 
