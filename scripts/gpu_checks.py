@@ -246,6 +246,7 @@ def check_kernel(machine: Machine) -> None:
             "tests/test_attention_overlap.py",
             "tests/test_exact.py",
         ],
+        ["tests/test_hidden.py", "tests/test_learned_use.py"],
     ]
     if machine.tiny:
         parts = [[attention, "-k", "test_rows and triton-33"], ["tests/test_attention_overlap.py"]]

@@ -6,11 +6,13 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from lookahead.drafters import Adaptive
 from lookahead.drafters.adaptive.calibration import GREEDY_GUESSES, SAMPLED_GUESSES
 from lookahead.drafters.adaptive.sources import base_table
 from lookahead.learning.table import build
 from lookahead.learning.text_parts import ANSWER, Text
 from lookahead.models.head_file import HeadWeights
+from lookahead.targets import light_head
 
 
 def random_head(vocabulary, hidden=64, width=96, shortlist=None, random=None):
@@ -38,6 +40,19 @@ def random_head(vocabulary, hidden=64, width=96, shortlist=None, random=None):
         about={"tokens": 5},
         bits=8,
     )
+
+
+def with_free_head(file, monkeypatch, vocabulary, hidden=64, **settings):
+    """An adaptive drafter with a random head that costs nothing: a tiny model takes less time than any head.
+
+    Args:
+        file: where to write the head.
+        vocabulary, hidden: sizes of the model.
+        settings: of the drafter.
+    """
+    monkeypatch.setattr(light_head, "head_cost", lambda *given: 0.0)
+    random_head(vocabulary, hidden).save(file)
+    return Adaptive(head=str(file), **settings)
 
 
 def save_table(file, vocabulary, sequences):

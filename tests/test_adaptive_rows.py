@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -187,19 +188,40 @@ def test_a_fixed_number_of_rows_is_used_whatever_it_costs(rows):
     assert sequence.tokens == run(target, [Request([1, 2, 3], Plain(), 200)])[0].tokens
 
 
+@contextmanager
+def busy_process():
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_rows_are_the_same_next_to_a_busy_process():
     """The rule reads no clock: run one request twice, once alongside a busy process."""
     target = FakeTarget(40, repetitive_text(40, seed=5))
     quiet, _ = rows_of(target, CPU)
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
+    with busy_process():
         slow = FakeTarget(40, repetitive_text(40, seed=5))
         forward = slow.forward
         slow.forward = lambda trees: (time.sleep(random.random() / 500), forward(trees))[1]
         assert rows_of(slow, CPU)[0] == quiet
-    finally:
-        busy.kill()
-        busy.wait()
+    assert len(set(quiet)) > 1
+
+
+@pytest.mark.parametrize(
+    ("family", "path"),
+    [("llama", "cpu"), ("llama", "transformers"), ("llama", "exact"), ("lfm2", "batch-rows")],
+)
+def test_rows_are_the_same_next_to_a_busy_process_on_every_path(family, path):
+    target = make_target(tiny_model(family, initializer_range=0.1), path=path)
+    assert target.path == path
+    quiet, _ = rows_of(target, CPU)
+    with busy_process():
+        forward = target.forward
+        target.forward = lambda trees: (time.sleep(random.random() / 500), forward(trees))[1]
+        assert rows_of(target, CPU)[0] == quiet
     assert len(set(quiet)) > 1
 
 

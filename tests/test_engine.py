@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import lookahead
 from families import tiny_model
+from learned import with_free_head
 from lookahead import NGramPool, checkpoints
 from lookahead.core import NumericalError, OutOfMemory, SettingsError
 from lookahead.drafters import METHODS, Adaptive, Jacobi, Lookahead
@@ -83,6 +84,16 @@ def test_every_method_gives_the_plain_text(llm, method, kind):
     assert ours.tokens == plain.tokens
     assert (ours.text, ours.finish_reason, ours.seed) == (plain.text, "length", plain.seed)
     assert plain.stats.steps == 59
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_light_head_gives_the_plain_text(llm, kind, tmp_path, monkeypatch):
+    config = llm.model.config
+    drafter = with_free_head(tmp_path / "head", monkeypatch, config.vocab_size, config.hidden_size, rows=8)
+    options = {"max_new_tokens": 60, **KINDS[kind]}
+    ours = llm.generate(PROMPT, drafter=drafter, **options)
+    assert ours.tokens == llm.generate(PROMPT, drafter="autoregressive", **options).tokens
+    assert ours.stats.drafter["head_calls"] > 0
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled-penalties"])

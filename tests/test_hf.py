@@ -21,6 +21,7 @@ from transformers import (
 
 import lookahead
 from families import tiny_model
+from learned import with_free_head
 from lookahead import Adaptive, Lookahead, NGramPool
 from lookahead.core import SettingsError
 from lookahead.integrations.hf import batch_sequence, generate, refusals
@@ -127,6 +128,16 @@ CASES = [
 @pytest.mark.parametrize(("family", "batch", "name"), CASES)
 def test_the_output_equals_that_of_model_generate(family, batch, name):
     plain, ours = both(prompts(batch), model_of(family), **OPTIONS[name])
+    assert ours.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize(("family", "batch", "name"), CASES)
+def test_a_light_head_gives_the_output_of_model_generate(family, batch, name, tmp_path, monkeypatch):
+    model = model_of(family)
+    head = with_free_head(
+        tmp_path / "head", monkeypatch, model.config.vocab_size, model.config.hidden_size, rows=8
+    )
+    plain, ours = both(prompts(batch), model, {"drafter": head}, **OPTIONS[name])
     assert ours.tolist() == plain.tolist()
 
 

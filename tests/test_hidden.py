@@ -48,6 +48,7 @@ def reference(model, prompt, tree, node):
 def make(path, dtype="float32", family="llama"):
     model = tiny_model(family).to(getattr(torch, dtype))
     if path == "cuda-graph":
+        model = model.to("cuda") if torch.cuda.is_available() else model
         tree_attention = TreeAttention(model, attention.get("auto", model.device))
         return model, CudaGraphTarget(model, probe(model).facts, tree_attention, 64)
     return model, make_target(model, path=path)

@@ -1,20 +1,17 @@
 """Learned heads and tables are used on every path and by every integration, and change no text."""
 
-from dataclasses import replace
-
 import httpx
 import pytest
 import torch
 
 import lookahead
 from families import tiny_model
-from learned import random_head, save_table
+from learned import save_table, with_free_head
 from lookahead import attention
 from lookahead.core import Request
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.base_files import learned_file
 from lookahead.engine.admission import Admission
-from lookahead.targets import light_head
 from lookahead.targets.attention_hook import TreeAttention
 from lookahead.targets.cuda_graphs import CudaGraphTarget
 from lookahead.targets.paths import make_target, probe
@@ -36,10 +33,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def with_head(tmp_path, monkeypatch):
-    """A drafter with a random head that costs nothing; the model is so small that any head costs too much."""
-    monkeypatch.setattr(light_head, "head_cost", lambda *given: 0.0)
-    random_head(96).save(tmp_path / "head")
-    return replace(WITH_HEAD, head=str(tmp_path / "head"))
+    return with_free_head(tmp_path / "head", monkeypatch, 96, rows=8, sources=(), window_size=0)
 
 
 def target_of(path):

@@ -10,6 +10,7 @@ import torch
 
 import lookahead
 from gguf_files import ARCHITECTURES, MIXED, reference_model, unpermuted
+from learned import with_free_head
 from lookahead.core import OutOfMemory, SettingsError, TokenTree
 from lookahead.drafters import Adaptive, Lookahead, Plain
 from lookahead.models.gguf import GGUFFile
@@ -131,6 +132,20 @@ def test_drafted_texts_equal_plain_decoding(architecture, drafter, loaded):
     assert len(plain.tokens) == 48
     if drafter != "adaptive":  # adaptive may decide that no row pays off
         assert max(drafted.stats.rows_per_step) > 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.8, "top_k": 20, "seed": 3}], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
+def test_texts_with_a_light_head_equal_plain_decoding(architecture, options, loaded, tmp_path, monkeypatch):
+    llm = loaded(architecture)
+    config = llm.model.config
+    head = with_free_head(tmp_path / "head", monkeypatch, config.vocab_size, config.hidden_size, rows=8)
+    options = {"max_new_tokens": 48, "ignore_eos": True, **options}
+    drafted, plain = (llm.generate(TOKENS * 2, drafter=each, **options) for each in (head, Plain()))
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.drafter["head_calls"] > 0
 
 
 def test_a_wrong_token_would_show(loaded, accept_a_wrong_node):
