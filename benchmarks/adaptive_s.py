@@ -177,8 +177,8 @@ def body(records: Sequence[dict[str, Any]], args: argparse.Namespace) -> list[st
         "is equal to plain decoding, token for token.**",
         "",
         "S is tokens per forward pass after the prefill, bonus token included; it does not depend on the machine. "
-        f"There is no controller here: adaptive may have {args.rows} rows in every step. *cold* keeps nothing "
-        "between prompts, *warm* shares what was learnt (the paper's method: its pool), *+corpus* also drafts from "
+        f"The rule for rows is off: adaptive has up to {args.rows} rows in every step. *cold* keeps nothing "
+        "between prompts, *warm* shares what was learned (the paper's method: its pool), *+corpus* also drafts from "
         "earlier texts.",
         "",
     ]

@@ -68,7 +68,7 @@ def _where(page: str) -> str:
 
 
 def accuracy() -> str:
-    """Packed weights and llama.cpp beside the same weights in fp32."""
+    """Packed weights and llama.cpp compared with the same weights in fp32."""
     facts = _facts("packed-accuracy")
     names = {"packed (ours)": "this library", "llama.cpp": "llama.cpp"}
     each = [line for name, line in facts["figures"].items() if name in names]
@@ -86,7 +86,7 @@ def accuracy() -> str:
 
 
 def passes() -> str:
-    """Passes of packed weights beside llama.cpp's."""
+    """Passes of packed weights compared with llama.cpp's."""
     lines = {line["type"]: line for line in _facts("packed-step")["figures"]}
     own, large = lines["own"], lines["1B"]
 
@@ -113,7 +113,7 @@ def passes() -> str:
 
 
 def examples() -> str:
-    """Our drafters on llama.cpp beside its own examples."""
+    """Our drafters on llama.cpp compared with its own examples."""
     figures = _facts("llamacpp-examples")["figures"]
     sets = [{line[0]: line for line in lines} for lines in figures.values()]
 
@@ -144,7 +144,7 @@ def examples() -> str:
 
 
 def vllm() -> str:
-    """Our drafting on vLLM beside its own methods."""
+    """Our drafting on vLLM compared with its own methods."""
     lines = {(line["method"], line["clients"]): line for line in _facts("vllm")["figures"]}
     clients = sorted({number for _, number in lines})
     methods = dict.fromkeys(name for name, _ in lines if name != SECOND)
@@ -177,7 +177,7 @@ def vllm() -> str:
 
 
 def chains() -> str:
-    """What chains lose, as S over all data sets, from the last table of the page of vLLM."""
+    """How much lower S is for chains than for trees, over all data sets, from the last table of the page of vLLM."""
     text = (RESULTS / "vllm.md").read_text(encoding="utf-8").partition("own engine")[2]
     cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     return markdown_table(["", "S"], [[name, every] for name, *_, every in cells[2:]])

@@ -50,8 +50,10 @@ CHINESE = {
         r"**服务器的第一个 token**，\1 个客户端时：\2，llama.cpp 服务器为 \3（[结果页](\4)）。"
     ),
     r"Prompts of each set: (\d+)\. ": r"每个数据集的提示词数：\1。",
-    r'Prompts of each set: (\d+), decoded in (\d+) runs; "runs" is the range of "times plain" over them\. ': (
-        r"每个数据集的提示词数：\1，各运行 \2 次；“各次运行”是相对普通解码的倍数在各次运行中的范围。"
+    r"Prompts of each set: (\d+), decoded in (\d+) runs\. \"times plain\" is the speed of all sequences relative to "
+    r"our plain decoding, with an interval over prompts, and \"runs\" its range over runs\. ": (
+        r"每个数据集的提示词数：\1，各运行 \2 次。“相对普通解码”是所有序列合计的速度与本库普通解码之比，"
+        r"区间取自提示词；“各次运行”是它在各次运行中的范围。"
     ),
     r"(\d+) cores, (.*?), (\d+) threads": r"\1 核, \2, \3 线程",
     r" in ([\w +]+) on the (\S+) path": r", 权重 \1, \2 路径",
@@ -63,9 +65,9 @@ CHINESE = {
         r"**变慢的序列**：第一次运行中，默认方法有 \1/\2 个序列用时超过普通解码的 1.02 倍，"
         r"\3 个超过 1.1 倍，最慢 \4。"
     ),
-    r" The second run of plain decoding took more than 1\.02 times as long as its first in (\d+) sequences, more "
-    r"than 1\.1 times in (\d+), at worst ([\d.]+)\.": (
-        r"普通解码的第二次运行中，用时超过第一次 1.02 倍的有 \1 个，超过 1.1 倍的有 \2 个，最慢 \3。"
+    r" For comparison, the second run of plain decoding took more than 1\.02 times as long as its first in (\d+) "
+    r"sequences, more than 1\.1 times in (\d+), at worst ([\d.]+)\.": (
+        r"作为对照，普通解码的第二次运行中，用时超过第一次 1.02 倍的有 \1 个，超过 1.1 倍的有 \2 个，最慢 \3。"
     ),
     r" On \[more categories\]\((.*?)\), decoded once each \((.*?), commit (\w+)\), (\d+) of (\d+) sequences took "
     r"more than 1\.02 times as long, (\d+) more than 1\.1 times, at worst ([\d.]+)\.": (
@@ -77,9 +79,9 @@ CHINESE = {
         r"**没有循环时**：在普通解码没有重复任何八个 token 的 \1/\2 个序列中，默认方法的 S 为 \3，"
         r"速度是普通解码的 \4 倍：小模型会重复自己，这有利于草稿。"
     ),
-    r"\*\*llama\.cpp's own programs\*\* reach at most (\d+) tokens/s with drafts \((.*?)\), and (\d+) without, on "
-    r"three data sets": (
-        r"**llama.cpp 自己的程序**：在三个数据集上，使用草稿最高每秒 \1 个 token（\2），不用草稿最高 \3"
+    r"\*\*llama\.cpp's own programs\*\*, in a run of their own, reach at most (\d+) tokens/s with drafts \((.*?)\), "
+    r"and (\d+) without, on three data sets": (
+        r"**llama.cpp 自己的程序**，另一次测量：在三个数据集上，使用草稿最高每秒 \1 个 token（\2），不用草稿最高 \3"
     ),
     r"\*\*Plain decoding\*\* is (\S+) times as fast as llama\.cpp's server in (\S+) after prompts of fewer "
     r"than (\d+) tokens, (\S+) times after (\d+) to (\d+), and (\S+) times after longer ones": (
@@ -88,9 +90,9 @@ CHINESE = {
     ),
     r", because llama\.cpp slows down more with the context": "，因为 llama.cpp 随上下文变慢得更多",
     r"With all methods in Q4_0, tokens/s over all sequences \((.*?), commit (\w+), \[the page\]\((.*?)\)\): (.*)\. "
-    r"Of our completions, (\d+) of (\d+) equal those of plain decoding\.": (
+    r"Of our drafted completions, (\d+) of (\d+) equal those of plain decoding\.": (
         r"所有方法都用 Q4_0 时，全部序列合计每秒的 token 数（\1，commit \2，[结果页](\3)）：\4。"
-        r"本库的结果中，\5/\6 与普通解码一致。"
+        r"本库使用草稿的文本中，\5/\6 与普通解码一致。"
     ),
     r"\. In the (\d+) runs it reached (.*?) tokens/s, and llama\.cpp's server (.*?); the host is shared with other "
     r"virtual machines\.": (
@@ -175,8 +177,9 @@ def slower(facts: dict[str, Any]) -> str:
     )
     if plain["worst"] is not None:
         text += (
-            f" The second run of plain decoding took more than 1.02 times as long as its first in {plain['slower']} "
-            f"sequences, more than 1.1 times in {plain['much_slower']}, at worst {plain['worst']:.2f}."
+            " For comparison, the second run of plain decoding took more than 1.02 times as long as its first in "
+            f"{plain['slower']} sequences, more than 1.1 times in {plain['much_slower']}, at worst "
+            f"{plain['worst']:.2f}."
         )
     return text
 
@@ -269,7 +272,8 @@ def own_programs(figures: dict[str, list[list[str]]]) -> str:
 
     (plain, _), (drafted, mode) = best(False), best(True)
     return (
-        f"- **llama.cpp's own programs** reach at most {drafted:.0f} tokens/s with drafts ({mode}), and {plain:.0f} "
+        f"- **llama.cpp's own programs**, in a run of their own, reach at most {drafted:.0f} tokens/s with drafts "
+        f"({mode}), and {plain:.0f} "
         "without, on three data sets ([the page](docs/results/llamacpp-examples.md))."
     )
 
@@ -304,12 +308,13 @@ def in_q4_0(facts: dict[str, Any]) -> str:
         for method, total in totals.items()
         if total["rate"] is not None
     )
-    equal, compared = (sum(total[key] for total in totals.values()) for key in ("equal", "compared"))
+    drafted = [total for method, total in totals.items() if method != "plain"]
+    equal, compared = (sum(total[key] for total in drafted) for key in ("equal", "compared"))
     machine, commit = made(facts)
     return (
         f"With all methods in Q4_0, tokens/s over all sequences ({machine.partition(',')[0]}, commit {commit[:7]}, "
-        f"[the page](docs/results/{LARGER_Q4_0_PAGE}.md)): {told}. Of our completions, {equal} of {compared} equal "
-        "those of plain decoding."
+        f"[the page](docs/results/{LARGER_Q4_0_PAGE}.md)): {told}. Of our drafted completions, {equal} of {compared} "
+        "equal those of plain decoding."
     )
 
 
@@ -343,8 +348,10 @@ def _size(command: str) -> str:
         return ""
     if runs is None:
         return f"Prompts of each set: {prompts[1]}. "
-    range_of = '"runs" is the range of "times plain" over them'
-    return f"Prompts of each set: {prompts[1]}, decoded in {runs[1]} runs; {range_of}. "
+    return (
+        f'Prompts of each set: {prompts[1]}, decoded in {runs[1]} runs. "times plain" is the speed of all '
+        'sequences relative to our plain decoding, with an interval over prompts, and "runs" its range over runs. '
+    )
 
 
 def with_blocks(text: str, words: Mapping[str, str] = MappingProxyType({})) -> str:

@@ -286,7 +286,7 @@ HOW = (
     "decoding comes first; the others follow in an order that rotates from prompt to prompt. The host is shared and "
     "its speed drifts, so compare speeds within a page. The adaptive drafter's priors were fitted on other prompts, "
     "except that some of Spec-Bench's may be among them. It reads a base table if there is one for the model; the "
-    "package brings that of the default model. Not counted are the compilation of our kernels, measuring the cost "
+    "package includes that of the default model. The times exclude compiling our kernels, measuring the cost "
     "curve, reading the table, and a prompt that each method decodes as a warm-up. Our methods are timed in the "
     "engine, which turns no tokens into text."
 )
@@ -432,7 +432,7 @@ def steps(given: Sources) -> list[Step]:
     planned += _packed(given) if model is not None else []
     if given.larger is None:
         pages = readme.LARGER_PAGE, readme.LARGER_Q4_0_PAGE
-        _left_out(*pages, why="--larger must name two files; `make larger` brings them")
+        _left_out(*pages, why="--larger must name two files; `make larger` makes them")
     else:
         planned += _larger(given, *given.larger)
     words = []

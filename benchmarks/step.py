@@ -217,7 +217,7 @@ def main() -> None:
         "",
         markdown_table(heads, (row(line) for line in lines), texts=2),
     ]
-    write_page(given.out, "The step on a CPU: t(k) on both paths, beside its floors", where, lines, body)
+    write_page(given.out, "The step on a CPU: t(k) on both paths, and its lower bounds", where, lines, body)
 
 
 if __name__ == "__main__":

@@ -323,10 +323,12 @@ def test_the_draft_model_is_a_copy_with_fewer_layers(tmp_path):
 
 def test_what_a_file_of_weights_says_about_its_training(tmp_path):
     about = {"tokens": 501_085, "seconds": 1777, "settings": {"epochs": 4}}
-    first, second = tmp_path / "first", tmp_path / "second"
+    first, second, third = tmp_path / "first", tmp_path / "second", tmp_path / "third"
     save_file({"x": torch.zeros(1)}, first, {"about": json.dumps(about)})
     save_file({"x": torch.ones(1)}, second)
     assert trained.weights_of(first)["training"] == "501,085 tokens, 4 epochs, 1,777 s"
+    save_file({"x": torch.ones(1)}, third, {"about": json.dumps({**about, "settings": {"epochs": 1.0}})})
+    assert trained.weights_of(third)["training"] == "501,085 tokens, 1 epoch, 1,777 s"
     assert trained.weights_of(second)["training"] == trained.weights_of(None)["weights"] == ""
     assert trained.weights_of(first)["weights"] != trained.weights_of(second)["weights"] != ""
 

@@ -152,9 +152,7 @@ def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch
     assert (
         "5 of 20 sequences took more than 1.02 times as long, 2 more than 1.1 times, at worst 1.44." in text
     )
-    assert (
-        'Prompts of each set: 2, decoded in 3 runs; "runs" is the range of "times plain" over them. ' in text
-    )
+    assert 'Prompts of each set: 2, decoded in 3 runs. "times plain" is the speed of all sequences' in text
     assert "| times plain (95 %) | runs | S |" in text
     assert "| ours, plain decoding | 100 | 90 | 1.00 | – | 1.00 |" in text
     assert (
@@ -286,7 +284,7 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
         if not name.startswith(("bench-openvino", readme.LARGER_PAGE, "llamacpp-examples", "vllm", "trained"))
     ]
     assert (
-        "bench-larger and bench-larger-q4_0: left out; --larger must name two files; `make larger` brings them\n"
+        "bench-larger and bench-larger-q4_0: left out; --larger must name two files; `make larger` makes them\n"
         in printed
     )
     assert (

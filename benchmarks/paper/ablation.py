@@ -103,7 +103,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         '"Prompt as reference" fills the pool from the prompt and from the text as it is generated.',
     ]
     each = ", ".join(f"{number(x)} ({paper:.2f})" for x, paper in zip(ours, theirs, strict=True))
-    alt = f"S of the nine rows beside the paper's in brackets: {each}; and the speed-up of each row"
+    alt = f"S of the nine rows, with the paper's in brackets: {each}; and the speed-up of each row"
     return Page("Ablation (table 3)", body, differs, lambda: _figure(lines), alt=alt)
 
 

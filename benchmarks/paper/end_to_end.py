@@ -83,7 +83,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
     lookahead = {x.workload: x for x in summary.lines if x.method == METHOD and x.state != "warm"}
     has_hf = any(record["method"] == "hf-greedy" for record in records)
     body = [
-        "Lookahead (15, 5, 15), cold, beside the paper:",
+        "Lookahead (15, 5, 15), cold, compared with the paper:",
         "",
         _beside_the_paper(lookahead, has_hf),
         "",
@@ -100,7 +100,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         "Its largest speed-up, 2.3x, is on code completion. On a CPU a step of many rows costs several one-row "
         "steps, so S is not the speed-up.",
         "The baseline is our own plain decoding in the same process"
-        + ("; transformers' greedy generate stands beside it." if has_hf else "."),
+        + ("; the table also has transformers' greedy generate." if has_hf else "."),
         "Spec-Bench's multi-turn category is MT-Bench; no prompt is measured twice.",
     ]
     each = in_words([f"{name} {number(line.all.total)}" for name, line in lookahead.items()])

@@ -359,7 +359,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         "**Modelled**: speed-ups over plain decoding, S t(1) / (t(widest shard) + exchange), with the exchange of "
         "two ranks for any number of them. **Assumed**, in the column that says so: up to "
         f"{FLAT_ROWS} rows cost as much as one row, the exchange nothing. No speed-up was measured on several "
-        "devices. Sending keys and values in place of computing missing rows again would take "
+        "devices. Sending keys and values instead of computing missing rows again would take "
         f"{head['kv_bytes'] or 'more'} bytes per row.",
     ]
     differs = [
@@ -407,7 +407,7 @@ def differences(ratios: Mapping[str, Mapping[int, float]]) -> list[str]:
             )
         if first and last / first < FLAT_S:
             sentences.append(
-                f"On {workload} S hardly grows with the window ({change}), so a larger window brings nothing there, "
+                f"On {workload}, S hardly grows with the window ({change}), so a larger window gains nothing there, "
                 f"and more ranks help only by sharing the rows of (15, 5, 15); {theirs}."
             )
         else:

@@ -278,7 +278,7 @@ def _by_window(
     plain = plain_of(measured)
     timed = not was_busy(records)
     lines = [
-        f"What W brings and costs at N = {PAPER_N} (figure 8):",
+        f"The gain and the cost of W at N = {PAPER_N} (figure 8):",
         "",
         "| W = G | S | S by equation 7 with the paper's alpha and f | (W + G)(N - 1) | rows of a step, mean "
         "| speed-up over plain decoding |",
