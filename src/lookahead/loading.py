@@ -357,7 +357,8 @@ def _device(device: str | torch.device | None) -> str:
             raise SettingsError(
                 f"device must be one that torch can use here ({known}), got {asked!r} ({first_line(error)}{hidden})"
             ) from None
-        why, asked = first_line(error), "cpu"
+        why = first_line(error)
+        asked = "cpu"
     if device is None and why:
         warnings.warn(
             f"the GPU cannot be used, so the model runs on the CPU ({why})",

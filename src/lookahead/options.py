@@ -77,7 +77,7 @@ class MachineOptions(OptionSet):
     threads: int | None = option(None, "Number of CPU threads, for the whole process.", at_least(1))
     graph_memory: float = option(
         GRAPH_MEMORY,
-        "On a GPU: share of its memory for captured passes, and for the cache of a model that is not in use.",
+        "On a GPU: share of its memory for captured passes (CUDA graphs), and for the cache of an unused model.",
         SHARE,
     )
     engine: str | None = option(

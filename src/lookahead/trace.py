@@ -52,7 +52,8 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
         Raises:
             SettingsError: the update belongs to another sequence, or the file can no longer be written.
         """
-        sequence, tree = update.sequence, update.tree
+        sequence = update.sequence
+        tree = update.tree
         if self._sequence is None:
             self._sequence = sequence
             self._write_header(sequence)
@@ -91,7 +92,8 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
             )
 
     def _write_header(self, sequence: Sequence) -> None:
-        request, llm = sequence.request, self._llm
+        request = sequence.request
+        llm = self._llm
         self._file.write(
             {
                 "trace": "lookahead",

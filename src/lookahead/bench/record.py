@@ -33,11 +33,13 @@ _INSTRUCTIONS = (
 @lru_cache
 def machine() -> dict[str, Any]:
     """Processor, instruction sets that limit the speed, cores, memory, GPU."""
-    name, flags = platform.processor() or platform.machine(), ""
+    name = platform.processor() or platform.machine()
+    flags = ""
     if Path("/proc/cpuinfo").is_file():
         fields = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
         known = {key.strip(): value.strip() for key, _, value in fields}
-        name, flags = known.get("model name", name), known.get("flags", known.get("Features", ""))
+        name = known.get("model name", name)
+        flags = known.get("flags", known.get("Features", ""))
     pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()) else None
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return gpu | {

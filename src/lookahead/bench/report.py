@@ -307,7 +307,8 @@ def between(low: float, high: float, digits: int = 2) -> str:
 
 OVER_HF = "vs hf-greedy"
 #: Columns that a terminal of fewer than ``WIDE`` characters has no room for.
-WIDE, LEFT_OUT = 100, ("min–max", "rows/step")
+WIDE = 100
+LEFT_OUT = ("min–max", "rows/step")
 #: heading -> text of a line
 COLUMNS: dict[str, Callable[[Line], str]] = {
     "equal": lambda x: x.failed or (f"{x.all.equal}/{x.all.compared}" if x.all.compared else "n/a"),

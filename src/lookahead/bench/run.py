@@ -194,7 +194,9 @@ def _figures(
     reference: list[int] | None,
 ) -> Record:
     """The cost of one completion. ``reference`` is plain decoding's completion; None if this is plain decoding."""
-    tokens, stats, tokenizer = outcome.tokens, outcome.stats, model.tokenizer
+    tokens = outcome.tokens
+    stats = outcome.stats
+    tokenizer = model.tokenizer
     record = {
         "new_tokens": len(tokens),
         "prefill_tokens": outcome.prefill_tokens,

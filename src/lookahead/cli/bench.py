@@ -136,7 +136,8 @@ def measure(
     from ..bench.report import write_report
 
     draw = check_out(out)
-    seed, top_k = options.seed or 0, options.top_k or 0
+    seed = options.seed or 0
+    top_k = options.top_k or 0
     run_options = RunOptions(options.max_new_tokens, options.temperature, top_k, seed, repeats, warm)
     names = split_methods(method) if method else default_methods()
     prompts: list[Prompt] = []

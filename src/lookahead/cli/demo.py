@@ -75,7 +75,8 @@ def demo(
         ids = llm.encode(chat_prompt([{"role": "user", "content": text}], llm.tokenizer))
         run = partial(llm.run, [ids], max_new_tokens=max_new_tokens)
         color = sys.stdout.isatty()
-        ours, plain = [print_text(run(), color)], []
+        ours = [print_text(run(), color)]
+        plain = []
         # Plain decoding is streamed to the null device, so that it also has the overhead of streaming.
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
             plain.append(print_text(run(drafter=Plain()), color, nowhere))
@@ -119,6 +120,6 @@ def _print_table(llm: LLM, rows: Sequence[tuple[str, Result, Result]], equal: Se
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     path = rows[0][1].stats.path
     record = environment() | {"model": llm.name, "dtype": llm.dtype, "path": path, "load": load}
-    how = f"Without the prefill; short texts: the fastest of {ROUNDS} runs"
+    how = f"Without the prefill; of short completions, the fastest of {ROUNDS} runs"
     console.print(f"\n{describe(record)}. {how}. equal: same tokens as plain decoding.")
     console.print(was_busy([record]), style="red")

@@ -232,7 +232,8 @@ def _job(number: int, line: bytes, chat: bool) -> Job:
         got = " and ".join(given) or f"only {sorted(value)}"
         wanted = " or ".join(f'"{key}"' for key in KINDS)
         return Job(number, name, None, f"line {number} must have {wanted}, got {got}")
-    prompt, kind = value[given[0]], KINDS[given[0]]
+    prompt = value[given[0]]
+    kind = KINDS[given[0]]
     wrong = f'line {number}: "{given[0]}" must be {TYPES[kind]}, got {TYPES[type(prompt)]}'
     if not isinstance(prompt, kind):
         return Job(number, name, prompt, wrong)
@@ -383,7 +384,8 @@ def run_batch(
         Interrupted: after Ctrl-C; results so far are kept.
     """
     # Find the prompts without a result, before the model is loaded.
-    source, output = task.input or Path("-"), task.output
+    source = task.input or Path("-")
+    output = task.output
     jobs = read_jobs(read_bytes(source, "--input"), task.chat)
     earlier = [] if output is None else _earlier(source, output, task)
     if output is not None and earlier and not task.mix_settings:

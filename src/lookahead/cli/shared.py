@@ -62,9 +62,9 @@ def warm_state(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
 
 
 def note_text(llm: LLM, tokens: int) -> None:
-    """Say what the model's own text begins with, and how many tokens of it there are from earlier runs."""
+    """Say what the model's own text starts from, and how many tokens of it there are from earlier runs."""
     if not has_chat_template(llm.tokenizer):
-        note("this model has no chat template, so it continues short texts")
+        note("this model has no chat template, so it continues short openings")
     if tokens:
         note(f"continuing after {tokens:,} tokens of earlier runs")
 

@@ -79,7 +79,8 @@ class Accepted:
     def top(self, nodes: Sequence[int], k: int) -> tuple[Any, Any]:
         ids = np.full((len(nodes), k), -1)
         odds = np.full((len(nodes), k), np.nan, np.float32)
-        ids[:, 0], odds[:, 0] = [self._tokens[node] for node in nodes], 0.0
+        ids[:, 0] = [self._tokens[node] for node in nodes]
+        odds[:, 0] = 0.0
         return ids, odds
 
     def hidden(self, node: int) -> None:

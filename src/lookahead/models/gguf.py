@@ -255,7 +255,9 @@ class _Reader:
 
     def strings(self, count: int) -> list[str]:
         """Consecutive strings. A tokenizer has more than 100,000, so this loop calls no method of this class."""
-        data, at, size = self.data, self.at, self.size
+        data = self.data
+        at = self.at
+        size = self.size
         length_at = struct.Struct("<Q").unpack_from
         texts = []
         try:
@@ -304,13 +306,15 @@ class _Reader:
 
     def tensor_entry(self) -> tuple[str, Tensor]:
         """An entry of the table: a tensor's name, and the tensor with its offset from the first one."""
-        name, dimensions = self.string(), self.number("<I")
+        name = self.string()
+        dimensions = self.number("<I")
         if not 0 < dimensions <= MOST_DIMENSIONS:
             raise _Damaged(
                 f"the tensor {name!r:.80} must have 1 to {MOST_DIMENSIONS} dimensions, got {dimensions}"
             )
         shape = tuple(self.number("<Q") for _ in range(dimensions))[::-1]
-        kind, offset = self.number("<I"), self.number("<Q")
+        kind = self.number("<I")
+        offset = self.number("<Q")
         if kind not in BLOCK_TYPES:
             raise _Damaged(
                 f"the tensor {name!r:.80} has block type {kind}, which this version does not support"

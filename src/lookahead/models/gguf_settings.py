@@ -74,7 +74,8 @@ def check_file(file: GGUFFile) -> GGUFSettings | None:
     except Unsupported:
         check_counts(file)
     scaling = f"{file.metadata.get('general.architecture')}.rope.scaling"
-    kind, factor = file.metadata.get(f"{scaling}.type", "linear"), file.metadata.get(f"{scaling}.factor", 0)
+    kind = file.metadata.get(f"{scaling}.type", "linear")
+    factor = file.metadata.get(f"{scaling}.factor", 0)
     ignored = [name for name in (FREQUENCY_FACTORS, *FACTORS_BY_LENGTH) if name in file.tensors]
     unscaled = isinstance(factor, (int, float)) and factor in (0, 1)  # a damaged file may have an array here
     if not isinstance(kind, str) or kind not in ("none", "linear") or (kind == "linear" and not unscaled):

@@ -164,7 +164,8 @@ def read_sizes(read: Metadata) -> Sizes:
     Raises:
         SettingsError: sizes and tensors contradict each other.
     """
-    file, names = read.file, read.names
+    file = read.file
+    names = read.names
     vocabulary, hidden = _check_vocabulary(file, read.architecture)
     layer_count = _check_layers(file, read.architecture)
     if read.whole("expert_count", 0, least=0):

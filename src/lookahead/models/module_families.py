@@ -312,7 +312,8 @@ class _Parts:
 
     def linears(self, layer: nn.Module) -> dict[str, Any]:
         """The linears of a layer, joined and reordered as in ``LayerParts.linears``."""
-        spec, size = self.spec, self.head_size
+        spec = self.spec
+        size = self.head_size
         if spec.qkv:
             sizes = (self.heads * size, self.key_heads * size, self.key_heads * size)
             query, key, value = dense.split(linear_of(layer, spec.qkv), *sizes)
@@ -348,7 +349,8 @@ def blueprint_of(model: nn.Module, facts: ModelFacts) -> Blueprint:
     """
     try:
         parts = _Parts(model, facts)
-        spec, config = parts.spec, parts.config
+        spec = parts.spec
+        config = parts.config
         embedding, factor = embedding_of(model, spec.embedding)
         head = linear_of(model, spec.head)
         down = linear_of(parts.modules[0], spec.down)

@@ -115,7 +115,8 @@ def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
     listed = np.asarray(metadata.get("tokenizer.ggml.eos_token_ids", ())).ravel().tolist()
     # Some files write -1 as an unsigned number for a missing token.
     ends = {token for token in [*named, *listed] if isinstance(token, int) and 0 <= token < 1 << 31}
-    tokens, template = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.chat_template")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    template = metadata.get("tokenizer.chat_template")
     types = np.atleast_1d(metadata.get("tokenizer.ggml.token_type", ()))
     if not isinstance(tokens, list) or not isinstance(template, str):
         return sorted(ends)

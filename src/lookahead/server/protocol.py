@@ -235,7 +235,11 @@ class Generating(Strict):
         None, max_length=1024, description="Numbers added to logits, by token id."
     )
     seed: int | None = Field(
-        None, ge=-(1 << 63), lt=1 << 63, description="The same seed gives the same completion under any load."
+        None,
+        ge=-(1 << 63),
+        lt=1 << 63,
+        description="The same seed gives the same completion under any load (up to rounding outside the compiled CPU "
+        "path).",
     )
     stop: str | Annotated[Items[str], Field(max_length=16)] | None = Field(
         None, description="Stop before this string, or the first of several."

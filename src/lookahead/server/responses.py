@@ -289,7 +289,8 @@ class CompletionAnswer(Answer):
         }
 
     def complete(self, part: Part) -> dict[str, Any]:
-        text, entries = part.shown, part.entries
+        text = part.shown
+        entries = part.entries
         if self.body.echo:
             prompt = self._prompt(part)
             text = prompt + text
@@ -300,7 +301,8 @@ class CompletionAnswer(Answer):
     def _echoed(self, part: Part, prompt: str, logprobs: LogProbs) -> list[dict[str, Any]]:
         """The log-probabilities of the prompt and of the completion after it."""
         entries = []
-        part.decoder, part.before = TextDecoder(self.tokenizer), 0
+        part.decoder = TextDecoder(self.tokenizer)
+        part.before = 0
         for token in [TokenLogProb(part.request.prompt[0], 0.0, []), *logprobs.prompt]:
             entries.append(self.entry(part, token))
             name = entries[-1]["token"]
@@ -308,7 +310,8 @@ class CompletionAnswer(Answer):
             if self.is_hidden(token.token) and prompt.startswith(name, entries[-1]["offset"]):
                 part.before += len(name)
         entries[0] |= {"logprob": None, "top": None}
-        part.decoder, part.before = None, len(prompt)
+        part.decoder = None
+        part.before = len(prompt)
         return entries + self._entries(part, logprobs.tokens)
 
 
@@ -316,7 +319,9 @@ class ChatAnswer(Answer):
     """The answer of /v1/chat/completions."""
 
     body: ChatRequest
-    object, chunk_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    prefix = "chatcmpl"
 
     def call_reader(self) -> CallReader | None:
         names = {tool["function"]["name"] for tool in offered(self.body)}

@@ -86,8 +86,8 @@ class Settings(MachineOptions, DrafterOptions):
         None,
         "Maximum rows of all trees in one pass; drafting scales back under load. In captured passes on a GPU, every "
         "tree counts as the largest of its pass. By default, as many as the cost curve of this model and machine "
-        "allows within twice the time of a plain pass, and at least 64; with captured passes, at most what one "
-        "padded pass of equal trees holds.",
+        "allows within twice the time of a plain pass, and at least 64; with captured passes, at most as "
+        "many as fit in one padded pass of equal trees.",
         COUNT,
     )
     prompt_rows: int = option(

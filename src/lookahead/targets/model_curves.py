@@ -53,7 +53,8 @@ def model_key(model: Any, path: str = "") -> str:
 def cost_path(target: Target) -> str:
     """The path of a target, and what else determines the cost of its steps: its attention function, the number of
     ranks, and the processor that its code is compiled for, if NUMBA_CPU_NAME names one."""
-    attention, ranks = getattr(target, "attention", None), getattr(target, "ranks", 1)
+    attention = getattr(target, "attention", None)
+    ranks = getattr(target, "ranks", 1)
     parts = [target.path]
     if attention is not None:
         parts.append(f"attention by {attention.backend}")

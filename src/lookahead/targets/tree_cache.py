@@ -155,7 +155,9 @@ class TreeCache(KVStorage, Cache):  # type: ignore[misc]
                 pass
         sizes = (wanted, least, before) if self.capacity else (wanted, least)
         self._waiting = self._contents(on_host=True)
-        self._storage, self.slots, self.capacity = {}, 1, 0  # later calls ask only for the slots in use
+        self._storage = {}
+        self.slots = 1  # later calls ask only for the slots in use
+        self.capacity = 0
         error = None
         for size in sizes:
             try:

@@ -196,7 +196,8 @@ def _expand(memory: Memory, node: int) -> int:
     # Insertion sort by the probability of the path, then by token.
     count = 0
     for i in range(row.proposals):
-        own, token = probability_of(memory, row, proposals[i]), proposals[i].token
+        own = probability_of(memory, row, proposals[i])
+        token = proposals[i].token
         if own > MIN_PROBABILITY:
             probability = own * scale
             index = count

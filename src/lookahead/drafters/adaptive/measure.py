@@ -83,7 +83,7 @@ class Measurement:
         return not self.unsteady
 
     def add(self, point: tuple[int, int, int], spent: Sequence[float], plain: Sequence[float] = ()) -> None:
-        """Add repeated steps of one size, in place of earlier ones.
+        """Add repeated steps of one size, which replace earlier ones.
 
         Args:
             point: (sequences, context, rows).

@@ -97,7 +97,8 @@ def _causal_rows(contexts: Contexts, texts: Sequence[Sequence[int]]) -> torch.Te
     sequence."""
     ends = {tuple(text) for text in texts}
     prefixes = {text[:end] for text in ends for end in range(len(text))}
-    tokens, positions = list[int](), list[int]()
+    tokens = list[int]()
+    positions = list[int]()
     sequences = list[list[int]]()
     wanted = list[bool]()
     read = dict[tuple[int, ...], int]()

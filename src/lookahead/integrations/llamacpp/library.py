@@ -165,7 +165,8 @@ class Context:
 
     def __init__(self, weights: Weights, cells: int) -> None:
         # The parameters; each option that is not given has llama.cpp's default.
-        lib, options = weights.library, weights.options
+        lib = weights.library
+        options = weights.options
         parameters = lib.llama_context_default_params()
         parameters.n_ctx = cells
         parameters.n_batch = BATCH_ROWS

@@ -38,7 +38,8 @@ class LlamaCppModel(OwnModel):
         self.runs_on = self.loaded.runs_on
         self.weights, self.parameter_count = weights_of(file)
         self._float32 = self.weights == "F32" and keys == values == "f32"
-        metadata, loaded = file.metadata, self.loaded
+        metadata = file.metadata
+        loaded = self.loaded
         architecture = metadata["general.architecture"]
         self.config = OwnConfig(
             model_type=architecture,

@@ -38,7 +38,8 @@ from .top import scratch_words, search_row_of
 Array = np.ndarray[Any, np.dtype[Any]]
 
 #: The most rows of a call, and the most tokens that it returns for each.
-MAX_ROWS, MAX_TOP = ROW_BLOCK, 64
+MAX_ROWS = ROW_BLOCK
+MAX_TOP = 64
 EPSILON = 1e-6
 FORMAT = FORMATS["packed", "float32"]
 PLAN = record(
@@ -290,7 +291,8 @@ class CompiledHead:
             the predicted states under the tokens, (n, hidden) fp32; the k best tokens, int32 (n, k); and their
             log-probabilities within the shortlist, fp32 (n, k).
         """
-        count, k = len(tokens), min(k, MAX_TOP, len(self.shortlist))
+        count = len(tokens)
+        k = min(k, MAX_TOP, len(self.shortlist))
         states_of = self._buffers["x"][:count, : self.hidden]
         pool = thread_pool(thread_count())
         with self._lock:

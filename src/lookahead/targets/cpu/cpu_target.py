@@ -206,7 +206,8 @@ class CpuTarget(StoredTarget):
         """Evaluate all trees in one pass; their rows are concatenated without padding."""
         self._recycle()
         tokens, positions, reads = list[int](), list[int](), list[int]()
-        segments, parts = [], []
+        segments = []
+        parts = []
         for slot, tree in trees:
             length = self.lengths[slot]
             nodes = tree.needs_logits_nodes()

@@ -51,7 +51,8 @@ def pack(linear: Linear, fmt: Format, memory: ArrayMemory, padding: float = 0.0)
     Returns:
         Weights, uint8 (groups, bytes of a group); bias (32 * groups,) fp32; the format's steps over the inner size.
     """
-    weight, step = linear.weight, fmt.step
+    weight = linear.weight
+    step = fmt.step
     out, inner = weight.shape
     groups, steps = -(-out // GROUP), -(-inner // step)
     packed = torch.from_numpy(memory.take(packed_bytes(linear, fmt))).view(groups, -1)

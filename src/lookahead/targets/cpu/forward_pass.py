@@ -99,7 +99,8 @@ def _attend_of(fmt: Format) -> Any:
 
 def _find_top_of(fmt: Format) -> Any:
     bits = np.int16 if fmt.stored.is_bf16 else np.int32
-    search_row, values_at = search_row_of(bits), numbers_at(bits)
+    search_row = search_row_of(bits)
+    values_at = numbers_at(bits)
 
     def find_top(p: Any, worker: Any) -> None:
         """Find the best tokens of this thread's share of the rows that are read."""
@@ -132,7 +133,8 @@ def _pass_of(fmt: Format) -> Any:
     embed = _embed_of(fmt)
     norm_rows, add_normed, keep_states = norms_of(fmt)
     rotate, attend, find_top = rotate_of(fmt), _attend_of(fmt), _find_top_of(fmt)
-    on_tiles, is_packed = fmt.kind == "tiles", fmt.kind == "packed"
+    on_tiles = fmt.kind == "tiles"
+    is_packed = fmt.kind == "packed"
 
     # A linear whose outputs are added to x, for attention and feed-forward.
     def add_branch(
@@ -156,7 +158,8 @@ def _pass_of(fmt: Format) -> Any:
     def run(address: int, control: int, rank: int, size: int, arrived: int) -> None:
         p = plan_at(address)
         worker = Worker(control, rank, size)
-        rows, stride = p.rows, p.normed_stride
+        rows = p.rows
+        stride = p.normed_stride
         if on_tiles:
             configure_tiles(p.tile_config)
         # Embeddings.

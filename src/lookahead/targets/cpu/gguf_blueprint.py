@@ -166,7 +166,8 @@ class _Reader:
         """
         settings = self.settings
         size = self.settings.head_size
-        heads, key_heads = settings.heads, settings.key_heads
+        heads = settings.heads
+        key_heads = settings.key_heads
 
         def order(first: int, count: int, rotates: bool) -> Array:
             """The outputs of ``count`` heads from output ``first`` on."""

@@ -67,7 +67,8 @@ def propose(memory: Memory, node: int) -> None:
     """Propose the tokens cached for the same last three tokens, or else two, or else one; best first."""
     row = memory.tree.nodes[node]
     cache = memory.cache
-    row.order, row.cached = 0, 0
+    row.order = 0
+    row.cached = 0
     if memory.step[0].use_logits == 0:
         return
     for order in range(ORDERS - 1, -1, -1):
