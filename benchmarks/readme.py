@@ -15,7 +15,7 @@ from lookahead.bench.methods import PLAIN
 from lookahead.bench.record import Record
 from lookahead.bench.report import markdown_table
 
-from . import startup
+from . import quoted, startup
 from .blocks import made, with_block
 from .llamacpp_server import LLAMA_SERVER
 from .paper import committed
@@ -378,6 +378,9 @@ def with_blocks(text: str, words: Mapping[str, str] = MappingProxyType({})) -> s
         blocks["speeds"] = f"{_size(facts['command'])}{where}\n\n{speeds(facts)}\n\n" + "\n".join(
             filter(None, told)
         )
+    if all((RESULTS / f"{name}.json").is_file() for name in quoted.WORTH):
+        block = quoted.worth(quoted.CHINESE if words else {})
+        blocks["worth"] = re.sub(r"\((\.\./)?results/", "(docs/results/", block)
     page = RESULTS / f"{LARGER_PAGE}.json"
     if page.is_file():
         facts = json.loads(page.read_text())
