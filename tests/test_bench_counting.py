@@ -23,6 +23,7 @@ from benchmarks.paper import __main__ as paper
 from benchmarks.paper import parallel, sampling_quality
 from benchmarks.paper.study import Study
 from benchmarks.spec_bench import rows, write_answers
+from learned import save_table
 from lookahead import LLM
 from lookahead.bench import ModelUnderTest, Prompt, Records, RunOptions, methods, run, summarise
 from lookahead.bench.methods import Method, Outcome, default_methods, make_methods, split_methods
@@ -675,9 +676,7 @@ def test_records_name_the_table_and_head_that_drafters_found(monkeypatch, tmp_pa
     assert model.learned() == {}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = run([], [[1, 2, 3]], model, RunOptions(max_new_tokens=4))
-    file = learned_file(model.model.config)
-    file.parent.mkdir(parents=True)
-    file.write_bytes(b"a table")
+    save_table(learned_file(model.model.config), 96, [[token, 7, 8, 9, token, 10] for token in range(11, 60)])
     second = run([], [[1, 2, 3]], model, RunOptions(max_new_tokens=4))
     assert list(second[0]["learned"]) == ["table"]
     assert second[0]["key"] != first[0]["key"]
