@@ -119,12 +119,11 @@ def check_output(file: Path, kind: str, is_one: Callable[[Mapping[str, str]], bo
         is_one: whether a safetensors file with this metadata contains that.
 
     Raises:
-        SettingsError: the file cannot be written, or exists and contains something else.
+        SettingsError: it is not a file, or exists and contains something else.
     """
     if file.exists() and not file.is_file():
         found = "folder" if file.is_dir() else "device or pipe"
         raise SettingsError(f"--output must be a file, got the {found} {file}; give another path")
-    check_folder(file.absolute().parent)
     if file.is_file() and file.stat().st_size and not is_one(_metadata(file)):
         raise SettingsError(
             f"--output must not replace other files, but {file} is not a {kind}; give another path"
