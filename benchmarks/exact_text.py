@@ -35,8 +35,8 @@ from lookahead.bench.report import markdown_table
 from lookahead.bench.workloads import stdlib_prompts
 from lookahead.core import first_divergence
 from lookahead.drafters import Adaptive, as_drafter
+from lookahead.hf.paths import make_target
 from lookahead.records import RecordWriter, read_records
-from lookahead.targets.paths import make_target
 
 from .page import write_page
 

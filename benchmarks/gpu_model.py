@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lookahead.bench.report import markdown_table
-from lookahead.targets.cuda_graphs import BUCKETS, bucket_of
-from lookahead.targets.graph_store import CAPACITY
-from lookahead.targets.limits import GRAPH_MEMORY
+from lookahead.hf.cuda_graphs import BUCKETS, bucket_of
+from lookahead.hf.graph_store import CAPACITY
+from lookahead.limits import GRAPH_MEMORY
 
 from .blocks import with_block
 

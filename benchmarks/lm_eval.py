@@ -16,7 +16,7 @@ from lm_eval.models.huggingface import HFLM
 
 from lookahead import as_drafter
 from lookahead.core import SettingsError, Stats
-from lookahead.models.tokenizer import GGUFTokenizer
+from lookahead.text.tokenizer import GGUFTokenizer
 
 
 @register_model("hf-lookahead")
@@ -58,7 +58,7 @@ class HFLookahead(HFLM):
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
 
     def _one(self, context: Any, max_length: int, stop: list[str], keywords: dict[str, Any]) -> Any:
-        from lookahead.integrations.hf import generate
+        from lookahead.hf import generate
 
         return super()._model_generate(
             context,

@@ -27,8 +27,8 @@ import lookahead
 from lookahead.bench.record import environment
 from lookahead.bench.report import markdown_table
 from lookahead.core import LookaheadError
-from lookahead.targets.cpu.execution_plan import Segment
-from lookahead.targets.paths import make_target
+from lookahead.cpu.execution_plan import Segment
+from lookahead.hf.paths import make_target
 
 from .datasets import load_workload
 from .page import write_page

@@ -29,7 +29,7 @@ import lookahead
 from lookahead.bench.record import environment
 from lookahead.bench.report import markdown_table
 from lookahead.core import TokenTree
-from lookahead.targets.paths import make_target
+from lookahead.hf.paths import make_target
 
 from .page import write_page
 

@@ -36,8 +36,8 @@ from lookahead.bench.report import markdown_table
 from lookahead.core import Drafter, LookaheadError
 from lookahead.drafters import Adaptive, Lookahead, Plain, PromptLookup
 from lookahead.learning.text_parts import Folder
+from lookahead.light_head import find_head
 from lookahead.records import RecordWriter, read_records
-from lookahead.targets.light_head import find_head
 
 from .datasets import load_workload
 from .drafters.eagle import Eagle, EagleDrafter

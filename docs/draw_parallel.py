@@ -80,7 +80,7 @@ def draw_missing() -> str:
 
 def draw_words(tree: TokenTree, names: list[str]) -> str:
     """Ancestor bits as the kernel gets them: row 0 is the lowest bit."""
-    from lookahead.attention import pack_bits
+    from lookahead.hf.attention import pack_bits
 
     words = pack_bits([tree.ancestors], len(tree))[0, :, 0].tolist()
     return "\n".join(f"{name:<4}{word:0{len(tree)}b}" for name, word in zip(names, words, strict=True))

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import lookahead
-from lookahead import Adaptive, AdaptiveState
+from lookahead import Adaptive, AdaptiveState, light_head
 from lookahead.drafters.adaptive.base_files import base_table_of
 from lookahead.drafters.adaptive.calibration import (
     ANSWERED,
@@ -35,7 +35,6 @@ from lookahead.drafters.adaptive.calibration import (
     STATES,
     ZONES,
 )
-from lookahead.targets import light_head
 
 OUT = Path(__file__).parents[1] / "src/lookahead/drafters/adaptive/priors.json"
 #: Categories of Spec-Bench; the others contain prompts of measured data sets.

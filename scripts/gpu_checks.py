@@ -202,7 +202,7 @@ class Machine:
 def check_certificate(machine: Machine) -> None:
     """Which paths are available for each model, and why. Without captured passes, the other checks mean little."""
     from lookahead.core import SettingsError
-    from lookahead.targets.paths import make_target
+    from lookahead.hf.paths import make_target
     from lookahead.testing import tiny_model
 
     captured = {"path": "cuda-graph"}
@@ -281,7 +281,7 @@ def check_kernel(machine: Machine) -> None:
 
 def attention_problem(machine: Machine, rows: int, length: int, heads: int, kv_heads: int, size: int) -> Any:
     """A tree of lookahead decoding over a random cache, with free space after it as in a captured pass."""
-    from lookahead.attention import pack_bits
+    from lookahead.hf.attention import pack_bits
 
     torch = machine.torch
     tree = sample_tree(rows, 1000)
@@ -303,7 +303,7 @@ def attention_problem(machine: Machine, rows: int, length: int, heads: int, kv_h
 
 def check_attention(machine: Machine) -> None:
     """Check that 120 rows over 8192 tokens take at most twice the lower bound. Wrong results are not timed."""
-    from lookahead import attention
+    from lookahead.hf import attention
 
     length, size = (64, 16) if machine.tiny else (8192, 128)
     few = (2, 1) if machine.tiny else (32, 8)
@@ -357,7 +357,7 @@ def other_tiles(machine: Machine, case: str, caches: list[Any], exact: Any, floo
     from functools import partial
 
     try:
-        from lookahead.attention import triton as kernel
+        from lookahead.hf.attention import triton as kernel
     except ImportError:
         return
     query = caches[0]["query"]
@@ -452,8 +452,8 @@ def eager_step(machine: Machine, model: Any, prompt: list[int], rows: int) -> Ca
 
 def check_step(machine: Machine) -> None:
     """Measure t(k) on the 7B shape, with its lower bound: bytes over bandwidth, or operations over matrix rate."""
-    from lookahead.targets.paths import make_target, probe
-    from lookahead.targets.transformers import TransformersTarget
+    from lookahead.hf.paths import make_target, probe
+    from lookahead.hf.target import TransformersTarget
 
     # The target that is chosen for this model.
     model = make_model(machine)
@@ -575,7 +575,7 @@ def _times(seconds: float, floor: float, one_row: float) -> str:
 def check_text(machine: Machine) -> None:
     """Check that the path chosen by make_target in fp32, and exact mode in bfloat16, equal plain decoding."""
     torch = machine.torch
-    from lookahead.targets.paths import make_target
+    from lookahead.hf.paths import make_target
     from lookahead.testing import assert_same_as_autoregressive
 
     sys.path.append(str(Path(__file__).parent.parent / "tests"))
@@ -675,7 +675,7 @@ def encoded_prompts(machine: Machine, llm: Any) -> list[list[int]]:
 
 def targets_of(machine: Machine, llm: Any) -> dict[str, Any]:
     """Targets with captured passes, by name of the attention backend."""
-    from lookahead.targets.cuda_graphs import CudaGraphTarget, captured_attention
+    from lookahead.hf.cuda_graphs import CudaGraphTarget, captured_attention
 
     found = {}
     for backend in ("sdpa", "reference") if machine.tiny else ("triton", "sdpa"):
@@ -804,9 +804,9 @@ def check_memory(machine: Machine) -> None:
     The size of the cache must be the one computed from its shapes.
     """
     from benchmarks.gpu_model import cache_bytes
-    from lookahead import attention
-    from lookahead.targets.attention_hook import TreeAttention
-    from lookahead.targets.cuda_graphs import CudaGraphTarget
+    from lookahead.hf import attention
+    from lookahead.hf.attention_hook import TreeAttention
+    from lookahead.hf.cuda_graphs import CudaGraphTarget
 
     llm = load_llm(machine)
     facts = llm.probe.facts
@@ -878,8 +878,8 @@ def check_ranks(machine: Machine) -> None:
 def as_rank(machine: Machine) -> None:
     """One process of ``check_ranks``."""
     from lookahead import parallel
-    from lookahead.targets.equivalence import differ
-    from lookahead.targets.paths import make_target, probe
+    from lookahead.hf.equivalence import differ
+    from lookahead.hf.paths import make_target, probe
     from lookahead.testing import assert_same_as_autoregressive, tiny_model
 
     device = "cpu" if machine.tiny else parallel.local_device()

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from lookahead.drafters.adaptive.sources.base_table import open_table
-from lookahead.models.head_file import load_head
+from lookahead.drafters.adaptive.sources.head_file import load_head
 
 
 def main(head: str, table: str, count: str, output: str) -> None:

@@ -163,7 +163,7 @@ def typical_curves():
 def measured_curves(monkeypatch):
     """Measure the cost curves of models."""
     import typical_curves
-    from lookahead.targets import model_curves
+    from lookahead.drafters.adaptive import model_curves
 
     monkeypatch.setattr(model_curves, "_load_or_measure", typical_curves.load_or_measure)
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lookahead.targets import cuda, paths
+from lookahead.hf import cuda, paths
 
 TOTAL = 10**9
 

@@ -33,8 +33,7 @@ import learned
 import lookahead
 import toy
 from families import FAMILIES, tiny_model
-from lookahead import Adaptive, Jacobi, Lookahead, Plain, PromptLookup
-from lookahead.targets import light_head
+from lookahead import Adaptive, Jacobi, Lookahead, Plain, PromptLookup, light_head
 
 #: Families decoded one sequence at a time because their rotary base depends on the longest sequence in the
 #: batch (in transformers too).

@@ -307,7 +307,7 @@ def _where(error: BaseException) -> str:
 
 def serve() -> None:
     """Answer each stdin line, a path and dtype, with an outcome; the first lines name undamaged files."""
-    from lookahead.models.gguf_families import GGUF_NAMES
+    from lookahead.gguf.families import GGUF_NAMES
 
     del GGUF_NAMES[ONLY_TRANSFORMERS]
     for _ in range(int(sys.stdin.readline())):

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from lookahead import light_head
 from lookahead.drafters import Adaptive
 from lookahead.drafters.adaptive.calibration import GREEDY_GUESSES, SAMPLED_GUESSES
 from lookahead.drafters.adaptive.sources import base_table
+from lookahead.drafters.adaptive.sources.head_file import HeadWeights
 from lookahead.learning.table import build
 from lookahead.learning.text_parts import ANSWER, Text
-from lookahead.models.head_file import HeadWeights
-from lookahead.targets import light_head
 
 
 def random_head(vocabulary, hidden=64, width=96, shortlist=None, random=None):

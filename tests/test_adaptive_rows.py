@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from families import tiny_model
+from lookahead.admission import Admission
 from lookahead.bench import step_cost
 from lookahead.core import Request, Start, TokenTree
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive import measure
 from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.drafters.adaptive.memory import NODE, SIZES, STEP
+from lookahead.drafters.adaptive.model_curves import runs_on
 from lookahead.drafters.adaptive.rows import EXPLORATION, RowRule, choose, pays, window_pays
-from lookahead.engine.admission import Admission
-from lookahead.integrations.llamacpp.library import Weights
-from lookahead.targets.model_curves import runs_on
-from lookahead.targets.paths import make_target
+from lookahead.hf.paths import make_target
+from lookahead.llamacpp.library import Weights
 from lookahead.testing import FakeTarget, repetitive_text, run
 
 FLAT = CostCurve({0: {1: 1.0, 64: 1.2}})

@@ -14,17 +14,16 @@ import transformers
 from typer.testing import CliRunner
 
 import lookahead
+from lookahead.admission import Admission
 from lookahead.cli import app
 from lookahead.core import OutOfMemory, SettingsError
-from lookahead.drafters.adaptive import cost, measure
+from lookahead.drafters.adaptive import cost, measure, model_curves
 from lookahead.drafters.adaptive.cost import CostCurve, curve_file, load_curve, machine, save_curve
 from lookahead.drafters.adaptive.measure import Measurement
+from lookahead.drafters.adaptive.model_curves import config_key, cost_path, curve_of, model_key, runs_on
 from lookahead.drafters.adaptive.state import AdaptiveState
-from lookahead.engine.admission import Admission
+from lookahead.hf.cuda_graphs import division
 from lookahead.options import MachineOptions, Options
-from lookahead.targets import model_curves
-from lookahead.targets.cuda_graphs import division
-from lookahead.targets.model_curves import config_key, cost_path, curve_of, model_key, runs_on
 from lookahead.testing import FakeTarget
 
 pytestmark = pytest.mark.usefixtures("measured_curves")

@@ -11,8 +11,8 @@ import random
 import pytest
 import torch
 
-from lookahead import attention
 from lookahead.core import SettingsError
+from lookahead.hf import attention
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -24,7 +24,7 @@ def attend(request, monkeypatch):
     if request.param != "sdpa":
         if not attention.has_triton():
             pytest.skip("triton is not installed")
-        module = importlib.import_module("lookahead.attention.triton")
+        module = importlib.import_module("lookahead.hf.attention.triton")
         monkeypatch.setattr(
             module,
             "_empty",
@@ -144,7 +144,7 @@ TUNINGS = [
 @pytest.mark.skipif(not attention.has_triton(), reason="triton is not installed")
 @pytest.mark.parametrize("tuning", TUNINGS, ids=str)
 def test_tile_sizes_change_nothing(tuning, monkeypatch):
-    module = importlib.import_module("lookahead.attention.triton")
+    module = importlib.import_module("lookahead.hf.attention.triton")
     tuned = functools.partial(module.attend, tuning=tuning)
     given = problem(rows=11, lengths=(333, 4), kv_heads=1, dtype=torch.float16)
     assert_matches(tuned, given)
@@ -249,7 +249,7 @@ def test_what_cannot_be_computed_is_refused():
 @pytest.mark.skipif(not attention.has_triton(), reason="triton is not installed")
 def test_launches_say_whether_products_are_fused(monkeypatch):
     """Triton warns if this is unspecified, and warnings are errors here."""
-    module, launches = importlib.import_module("lookahead.attention.triton"), []
+    module, launches = importlib.import_module("lookahead.hf.attention.triton"), []
 
     class Kernel:
         def __getitem__(self, grid):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lookahead import attention
+from lookahead.hf import attention
 
 ROOT = Path(__file__).parents[1]
 #: What the metadata of torch's CUDA wheels on PyPI requires, copied because that of the CPU wheels does not have it.
@@ -65,8 +65,8 @@ def compiled(kernel, constants, capability, dtype, **options):
 
 
 def compile_case(dtype, size, extras, capability, members):
-    from lookahead.attention import exact, exact_triton
-    from lookahead.attention import triton as module
+    from lookahead.hf.attention import exact, exact_triton
+    from lookahead.hf.attention import triton as module
 
     item, small = {"fp32": 4}.get(dtype, 2), capability < 80
     block = module.blocks(members, size, size, item, small)

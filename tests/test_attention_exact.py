@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from families import tiny_model
-from lookahead import attention as package
-from lookahead.attention import exact
-from lookahead.targets import certificate
-from lookahead.targets.attention_hook import TreeAttention
-from lookahead.targets.exact_mode import ROWS, ExactTarget
-from lookahead.targets.facts import ModelFacts
+from lookahead.hf import attention as package
+from lookahead.hf import certificate
+from lookahead.hf.attention import exact
+from lookahead.hf.attention_hook import TreeAttention
+from lookahead.hf.exact_mode import ROWS, ExactTarget
+from lookahead.hf.facts import ModelFacts
 from lookahead.testing import assert_same_as_autoregressive
 from test_attention import DEVICE, TOLERANCE
 
@@ -25,7 +25,7 @@ POSITIONS = (0, 1, 30, 31, 32, 63, 64, 94, 95, 96, 127, 128, 200, 287, 288, 330)
 
 @pytest.fixture
 def kernel():
-    return importlib.import_module("lookahead.attention.exact_triton").attend
+    return importlib.import_module("lookahead.hf.attention.exact_triton").attend
 
 
 def problem(dtype=torch.float32, heads=4, kv_heads=2, size=32, value_size=None, seed=0):

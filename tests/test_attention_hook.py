@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from families import tiny_model
-from lookahead.attention import get
 from lookahead.core import SettingsError
-from lookahead.targets.attention_hook import NAME, TreeAttention
-from lookahead.targets.cuda_graphs import CudaGraphTarget
-from lookahead.targets.paths import probe
+from lookahead.hf.attention import get
+from lookahead.hf.attention_hook import NAME, TreeAttention
+from lookahead.hf.cuda_graphs import CudaGraphTarget
+from lookahead.hf.paths import probe
 from lookahead.testing import assert_same_as_autoregressive
 
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
@@ -16,7 +16,7 @@ PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma2", "gpt-oss", "deepseek-v3"])
 def test_same_text_and_no_mask(family, monkeypatch):
-    import lookahead.targets.transformers as module
+    import lookahead.hf.target as module
 
     model = tiny_model(family, initializer_range=0.1)
     before = model.config._attn_implementation

@@ -9,10 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import lookahead
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.drafters import Adaptive, Plain, as_drafter
-from lookahead.targets import batch_rows, paths
-from lookahead.targets import transformers as transformers_target
-from lookahead.targets.batch_rows import BatchRowsTarget, leaf_paths
-from lookahead.targets.paths import NAMES, make_target, probe
+from lookahead.hf import batch_rows, paths
+from lookahead.hf import target as transformers_target
+from lookahead.hf.batch_rows import BatchRowsTarget, leaf_paths
+from lookahead.hf.paths import NAMES, make_target, probe
 from lookahead.testing import run
 
 DELTA = {

@@ -33,7 +33,7 @@ from lookahead.bench.run import loop_free
 from lookahead.core import SettingsError, Stats
 from lookahead.drafters import METHODS
 from lookahead.drafters.adaptive.base_files import learned_file
-from lookahead.integrations.llamacpp.model import LlamaCppModel
+from lookahead.llamacpp.model import LlamaCppModel
 from lookahead.testing import FakeTarget, tiny_model
 
 CYCLE = list(range(16))

@@ -23,13 +23,13 @@ from benchmarks.drafters.medusa import RANKS, Heads, Medusa, MedusaDrafter
 from benchmarks.drafters.rest import AHEAD, END, Datastore, Rest
 from benchmarks.drafters.static_tree import SHAPES, StaticTree
 from benchmarks.trained import Run
+from lookahead import light_head
+from lookahead.admission import Admission
 from lookahead.bench.workloads import Prompt
 from lookahead.core import Drafter
 from lookahead.drafters import Plain, PromptLookup
-from lookahead.engine.admission import Admission
 from lookahead.learning.text_parts import TOP, Folder, Text
-from lookahead.targets import light_head
-from lookahead.targets.light_head import row_readers
+from lookahead.light_head import row_readers
 from lookahead.testing import tiny_model
 from test_light_head import weights
 

@@ -1070,7 +1070,7 @@ def test_a_gguf_file_is_decoded_without_importing_torch_or_transformers(tmp_path
         "import contextlib, sys\nfrom lookahead.cli import main\n"
         f"sys.argv = ['lookahead', 'generate', {str(path)!r}, '--prompt', 'a', '--max-new-tokens', '4']\n"
         "with contextlib.suppress(SystemExit):\n    main()\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules) and 'lookahead.targets.cpu.packed' in sys.modules"
+        "assert not {'torch', 'transformers'} & set(sys.modules) and 'lookahead.cpu.packed' in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.datasets import SOURCES
-from lookahead.models.module_families import REGISTRY
+from lookahead.hf.module_families import REGISTRY
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = re.findall(

@@ -14,18 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lookahead.sampling.choose.choose import SeededNoise, make_choose
 from numba import cfunc, njit, types
 
 from lookahead.core import TokenTree
 from lookahead.core.errors import NumericalError
-from lookahead.models.module_families import blueprint_of
-from lookahead.sampling import SeededNoise, make_choose
-from lookahead.targets.cpu.compiled_model import CompiledModel
-from lookahead.targets.cpu.cpu_target import CpuTarget
-from lookahead.targets.cpu.execution_plan import ExecutionState
-from lookahead.targets.cpu.formats import FORMATS
-from lookahead.targets.cpu.processor import PAIRS, TILES
-from lookahead.targets.cpu.thread_pool import (
+from lookahead.cpu.compiled_model import CompiledModel
+from lookahead.cpu.execution_plan import ExecutionState
+from lookahead.cpu.kernels.formats import FORMATS
+from lookahead.cpu.kernels.processor import PAIRS, TILES
+from lookahead.cpu.kernels.thread_pool import (
     AWAKE,
     NAP,
     PATIENCE,
@@ -39,8 +37,10 @@ from lookahead.targets.cpu.thread_pool import (
     take,
     thread_pool,
 )
-from lookahead.targets.logits import LogitsBatch
-from lookahead.targets.paths import make_target
+from lookahead.cpu.target import CpuTarget
+from lookahead.hf.logits import LogitsBatch
+from lookahead.hf.module_families import blueprint_of
+from lookahead.hf.paths import make_target
 from lookahead.testing import assert_same_as_autoregressive
 from test_cpu_target import FAMILIES, VOCABULARY, of_capacity, prompt, tiny
 

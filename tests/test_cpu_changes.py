@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lookahead
-from lookahead.targets.paths import make_target
+from lookahead.hf.paths import make_target
 from lookahead.testing import tiny_model
 from test_cpu_target import prompt, tiny
 

@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from lookahead.sampling.choose.top import top_of_rows
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
 from lookahead.core import OutOfMemory, Request, SettingsError, Target, TokenTree
+from lookahead.core.errors import Unsupported
+from lookahead.cpu.kernels import formats, processor
+from lookahead.cpu.kernels.formats import FORMATS
+from lookahead.cpu.target import CpuTarget, PassArrays, PassLogits
 from lookahead.drafters import Plain
-from lookahead.models.blueprint import Unsupported
-from lookahead.models.module_families import REGISTRY, Spec, register, spec_of
-from lookahead.targets.cpu import formats, processor
-from lookahead.targets.cpu.cpu_target import CpuTarget, PassArrays, PassLogits
-from lookahead.targets.cpu.formats import FORMATS
-from lookahead.targets.cpu.top import top_of_rows
-from lookahead.targets.facts import ModelFacts
-from lookahead.targets.paths import make_target
+from lookahead.hf.facts import ModelFacts
+from lookahead.hf.module_families import REGISTRY, Spec, register, spec_of
+from lookahead.hf.paths import make_target
 from lookahead.testing import assert_same_as_autoregressive, run, tiny_model
 
 VOCABULARY = 97
@@ -296,7 +296,7 @@ def test_text_is_that_of_plain_decoding_on_either_path(family: str, method: str)
 
 
 def test_a_long_prompt_in_chunks_is_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lookahead.targets.cpu import cpu_target as module
+    from lookahead.cpu import target as module
 
     for family in ("llama", "mistral-sliding"):
         model = tiny(family)
@@ -485,7 +485,7 @@ def test_an_unknown_path_is_refused() -> None:
 
 
 def test_where_numba_cannot_compile_transformers_serves_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lookahead.targets.cpu import compiled_model
+    from lookahead.cpu import compiled_model
 
     def refused(numbers: object) -> int:
         raise RuntimeError("cannot cache function: no locator available\nmore")

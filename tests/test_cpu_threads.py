@@ -16,8 +16,8 @@ import torch
 import lookahead
 from lookahead import threads as module
 from lookahead.core import TokenTree
-from lookahead.targets.cpu.cpu_target import BufferPool, PassLogits, buffers
-from lookahead.targets.paths import make_target
+from lookahead.cpu.target import BufferPool, PassLogits, buffers
+from lookahead.hf.paths import make_target
 from lookahead.testing import tiny_model
 from lookahead.threads import one_thread, thread_count
 from processes import result_of

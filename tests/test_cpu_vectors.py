@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 from numba import njit
 
-from lookahead.targets.cpu.operations import call
-from lookahead.targets.cpu.packed import KIND_INDEX, KINDS, RECORD
-from lookahead.targets.cpu.packed_gemm import kernel_address, plain_kernel, quantize, quantized_kernel
-from lookahead.targets.cpu.processor import FUSED
-from lookahead.targets.cpu.vectors import (
+from lookahead.cpu.kernels.operations import call
+from lookahead.cpu.kernels.packed_gemm import kernel_address, plain_kernel, quantize, quantized_kernel
+from lookahead.cpu.kernels.processor import FUSED
+from lookahead.cpu.kernels.vectors import (
     absolute,
     any_of,
     bits_of,
@@ -39,6 +38,7 @@ from lookahead.targets.cpu.vectors import (
     whole,
     words,
 )
+from lookahead.cpu.packed import KIND_INDEX, KINDS, RECORD
 from test_packed import NAMES, file_bytes, panels_of, rows_of
 
 GENERATOR = np.random.default_rng(3)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lookahead.targets.cpu.processor import HALVES, VNNI, WIDTH
+from lookahead.cpu.kernels.processor import HALVES, VNNI, WIDTH
 from width_and_text import texts
 
 AVX2 = "+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2"

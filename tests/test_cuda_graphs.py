@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lookahead
 from fake_cuda import TOTAL, FakeCuda
 from families import tiny_model
-from lookahead import attention, load
+from lookahead import load
 from lookahead.core import Request, SettingsError, TokenTree
 from lookahead.drafters import Plain
-from lookahead.targets import cuda, cuda_graphs, graph_store
-from lookahead.targets.attention_hook import TreeAttention
-from lookahead.targets.cuda_graphs import (
+from lookahead.hf import attention, cuda, cuda_graphs, graph_store
+from lookahead.hf.attention_hook import TreeAttention
+from lookahead.hf.cuda_graphs import (
     BATCHES,
     BUCKETS,
     MOST_ROWS,
@@ -30,8 +30,8 @@ from lookahead.targets.cuda_graphs import (
     captured_attention,
     division,
 )
-from lookahead.targets.equivalence import trial_tree
-from lookahead.targets.paths import limit_graphs, make_target, probe
+from lookahead.hf.equivalence import trial_tree
+from lookahead.hf.paths import limit_graphs, make_target, probe
 from lookahead.testing import assert_same_as_autoregressive, run
 
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
@@ -551,7 +551,7 @@ def test_hooks_that_transformers_leaves_on_a_model_are_harmless():
 
 
 def test_a_gpu_takes_it_without_being_asked(monkeypatch):
-    from lookahead.targets import paths
+    from lookahead.hf import paths
 
     monkeypatch.setattr(paths, "on_gpu", lambda model: True)
     model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
@@ -561,7 +561,7 @@ def test_a_gpu_takes_it_without_being_asked(monkeypatch):
 
 @pytest.mark.parametrize("how", ["refused", "wrong"])
 def test_it_falls_back_and_says_so_once(how, monkeypatch):
-    from lookahead.targets import cuda_graphs, paths
+    from lookahead.hf import cuda_graphs, paths
 
     monkeypatch.setattr(paths, "on_gpu", lambda model: True)
     if how == "refused":
@@ -589,8 +589,8 @@ def test_a_kernel_that_does_not_compile_leaves_the_path_with_sdpa(monkeypatch):
     def broken(*args, **named):
         raise RuntimeError("no such instruction on this card")
 
-    broken.__module__ = "lookahead.attention.triton"
-    monkeypatch.setattr(importlib.import_module("lookahead.attention.triton"), "attend", broken)
+    broken.__module__ = "lookahead.hf.attention.triton"
+    monkeypatch.setattr(importlib.import_module("lookahead.hf.attention.triton"), "attend", broken)
     model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
     facts = probe(model).facts
     with pytest.warns(RuntimeWarning, match="no such instruction on this card.*using sdpa"):
@@ -602,13 +602,13 @@ def test_a_kernel_that_does_not_compile_leaves_the_path_with_sdpa(monkeypatch):
 
 @pytest.mark.skipif(not attention.has_triton(), reason="triton is not installed")
 def test_a_kernel_that_is_wrong_leaves_the_path_with_sdpa(monkeypatch):
-    honest = importlib.import_module("lookahead.attention.sdpa").attend
+    honest = importlib.import_module("lookahead.hf.attention.sdpa").attend
 
     def wrong(*args, **named):
         return honest(*args, **named) * 1.5
 
-    wrong.__module__ = "lookahead.attention.triton"
-    monkeypatch.setattr(importlib.import_module("lookahead.attention.triton"), "attend", wrong)
+    wrong.__module__ = "lookahead.hf.attention.triton"
+    monkeypatch.setattr(importlib.import_module("lookahead.hf.attention.triton"), "attend", wrong)
     model = tiny_model("llama", initializer_range=0.1).to(DEVICE)
     with pytest.warns(RuntimeWarning, match="the attention kernel fails its check here .*; trying sdpa"):
         tree_attention, reason = captured_attention(model, probe(model).facts, "triton")
@@ -696,7 +696,7 @@ def test_nothing_is_read_on_the_host_inside_a_pass(family):
 @pytest.mark.parametrize("waits", [None, (2, 4), (1, 64)])
 def test_a_pass_that_reads_on_the_host_is_not_captured(waits, device, monkeypatch):
     """Waits inside a custom operator are found too, because the device reports them."""
-    from lookahead.targets import cuda_graphs as module
+    from lookahead.hf import cuda_graphs as module
 
     seen, honest = [], module.CapturedPass.evaluate
 
@@ -769,7 +769,7 @@ def test_without_memory_for_one_row_at_load_the_attention_kernel_is_not_blamed(d
 
 @pytest.mark.parametrize("dead", [True, False])
 def test_an_error_of_the_device_is_no_refusal(dead, monkeypatch):
-    from lookahead.targets import cuda_graphs as module
+    from lookahead.hf import cuda_graphs as module
 
     def fail(*given, **named):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")

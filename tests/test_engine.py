@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lookahead.sampling.choose.processors import make_process
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -31,9 +32,8 @@ from lookahead import NGramPool, checkpoints
 from lookahead.core import NumericalError, OutOfMemory, SettingsError
 from lookahead.drafters import METHODS, Adaptive, Jacobi, Lookahead
 from lookahead.drafters.adaptive.state import AdaptiveState
-from lookahead.engine.processors import make_process
-from lookahead.engine.text import TextDecoder, split_stops
 from lookahead.options import BatchKeywords, BatchOptions, Keywords, LoadOptions, Options
+from lookahead.text.decoder import TextDecoder, split_stops
 from test_gguf import KIND, write
 from toy import VOCABULARY, tokenizer
 
@@ -830,7 +830,7 @@ def packages(monkeypatch, tmp_path):
         return SimpleNamespace(origin=str(tmp_path / "__init__.py")) if name in found else None
 
     monkeypatch.setattr(checkpoints, "find_spec", find)
-    monkeypatch.setattr("lookahead.models.gguf_decoded.find_spec", find)
+    monkeypatch.setattr("lookahead.hf.gguf_decoded.find_spec", find)
     return found
 
 
@@ -1075,9 +1075,9 @@ def test_a_quantized_model_is_not_compiled(folder):
 def test_adaptive_looks_at_the_model_as_often_as_plain_decoding(monkeypatch):
     """A fingerprint takes a millisecond on a real model, so it must not be taken per prompt."""
     llm, seen = lookahead.load("tiny"), []
-    fingerprint = lookahead.targets.fingerprint.fingerprint
+    fingerprint = lookahead.hf.fingerprint.fingerprint
     monkeypatch.setattr(
-        lookahead.targets.fingerprint, "fingerprint", lambda model: seen.append(1) or fingerprint(model)
+        lookahead.hf.fingerprint, "fingerprint", lambda model: seen.append(1) or fingerprint(model)
     )
     llm.generate([5, 6], max_new_tokens=2)
     counts = []

@@ -6,10 +6,10 @@ import threading
 import pytest
 
 from lookahead.core import Engine, LookaheadError, OutOfMemory, PassFailed, Request, SettingsError
+from lookahead.core.prefix_cache import PrefixTarget, with_prefixes
 from lookahead.drafters import Lookahead, Plain, PromptLookup
-from lookahead.engine.prefix_cache import PrefixTarget, with_prefixes
-from lookahead.engine.text import TextDecoder
 from lookahead.testing import FakeTarget, run
+from lookahead.text.decoder import TextDecoder
 
 VOCABULARY = 32
 

@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-import lookahead.targets.transformers as target_module
+import lookahead.hf.target as target_module
 from families import tiny_model
 from lookahead.checkpoints import Checkpoint
+from lookahead.hf import equivalence
+from lookahead.hf.equivalence import CONTROL_MARGIN, MAX_ROW_FACTOR, compare, distance, in_float32
+from lookahead.hf.facts import ModelFacts
+from lookahead.hf.fingerprint import forget, remember
+from lookahead.hf.paths import make_target, probe
+from lookahead.hf.target import TransformersTarget
+from lookahead.hf.tree_cache import TreeCache
 from lookahead.options import LoadOptions
-from lookahead.targets import equivalence
-from lookahead.targets.equivalence import CONTROL_MARGIN, MAX_ROW_FACTOR, compare, distance, in_float32
-from lookahead.targets.facts import ModelFacts
-from lookahead.targets.fingerprint import forget, remember
-from lookahead.targets.paths import make_target, probe
-from lookahead.targets.transformers import TransformersTarget
-from lookahead.targets.tree_cache import TreeCache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PATH = [0, 1, 6, 7]  # a trial's commit

@@ -11,12 +11,12 @@ from torch import nn
 from fake_cuda import TOTAL, FakeCuda
 from families import FAMILIES, RECURRENT_FAMILIES, tiny_model
 from lookahead import LLM
-from lookahead.attention import exact as attention
-from lookahead.attention import get, pack_bits
 from lookahead.core import OutOfMemory, SettingsError, TokenTree
-from lookahead.targets.exact_mode import ExactTarget
-from lookahead.targets.graph_store import GraphStore
-from lookahead.targets.paths import make_target
+from lookahead.hf.attention import exact as attention
+from lookahead.hf.attention import get, pack_bits
+from lookahead.hf.exact_mode import ExactTarget
+from lookahead.hf.graph_store import GraphStore
+from lookahead.hf.paths import make_target
 from lookahead.testing import assert_same_as_autoregressive
 
 DTYPES = (torch.bfloat16, torch.float16)

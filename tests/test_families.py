@@ -9,10 +9,10 @@ import functools
 import pytest
 import torch
 
-import lookahead.integrations.hf
+import lookahead.hf
 from families import FAMILIES, RECURRENT_FAMILIES, tiny_model
 from lookahead.core import SettingsError
-from lookahead.targets.paths import probe
+from lookahead.hf.paths import probe
 
 # Models of compiled architectures with a setting that the compiled path lacks.
 pytestmark = pytest.mark.filterwarnings("ignore:lookahead.generate runs this model on the slower")

@@ -8,18 +8,18 @@ from torch.utils._pytree import tree_leaves
 
 from fake_cuda import FakeCuda
 from families import tiny_model
-from lookahead import attention
-from lookahead.attention import exact
 from lookahead.core import DraftState, Request, TokenTree, decode
+from lookahead.cpu.execution_plan import KEY_BLOCK
 from lookahead.drafters import Plain
-from lookahead.targets.attention_hook import TreeAttention
-from lookahead.targets.batch_rows import BatchRowsTarget
-from lookahead.targets.cpu.execution_plan import KEY_BLOCK
-from lookahead.targets.cuda_graphs import CudaGraphTarget
-from lookahead.targets.equivalence import trial_tree
-from lookahead.targets.exact_mode import CapturedExactTarget, ExactTarget
-from lookahead.targets.paths import make_target, probe
-from lookahead.targets.transformers import PlainTarget
+from lookahead.hf import attention
+from lookahead.hf.attention import exact
+from lookahead.hf.attention_hook import TreeAttention
+from lookahead.hf.batch_rows import BatchRowsTarget
+from lookahead.hf.cuda_graphs import CudaGraphTarget
+from lookahead.hf.equivalence import trial_tree
+from lookahead.hf.exact_mode import CapturedExactTarget, ExactTarget
+from lookahead.hf.paths import make_target, probe
+from lookahead.hf.target import PlainTarget
 from lookahead.testing import run
 
 LONG, OTHER = [5 + i % 40 for i in range(300)], [11 + i % 30 for i in range(290)]

@@ -10,8 +10,8 @@ import torch
 
 import lookahead
 from lookahead.core import SettingsError
-from lookahead.models import gguf_decoded as ours
-from lookahead.targets.cpu.packed_model import PackedModel
+from lookahead.cpu.model import PackedModel
+from lookahead.hf import gguf_decoded as ours
 from lookahead.testing import tiny_model
 from toy import CHAT, VOCABULARY, tokenizer
 

@@ -15,11 +15,11 @@ import lookahead
 from gguf_damage import Loader, numbers
 from gguf_files import write_gguf
 from lookahead.core import SettingsError
-from lookahead.models.blueprint import Unsupported
-from lookahead.models.gguf import GGUFFile
-from lookahead.models.gguf_settings import check_file, read_settings
-from lookahead.models.gguf_sizes import ROUTER
-from lookahead.models.tokenizer import build_tokenizer
+from lookahead.core.errors import Unsupported
+from lookahead.gguf.file import GGUFFile
+from lookahead.gguf.settings import check_file, read_settings
+from lookahead.gguf.sizes import ROUTER
+from lookahead.text.tokenizer import build_tokenizer
 from test_cli import call, refused
 from toy import CHAT
 

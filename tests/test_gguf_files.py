@@ -18,10 +18,10 @@ from gguf_files import (
     write_gguf,
 )
 from lookahead.core import SettingsError
-from lookahead.models.blueprint import Unsupported
-from lookahead.models.gguf import GGUFFile
-from lookahead.models.gguf_families import GGUF_NAMES
-from lookahead.models.gguf_settings import RotaryTable, check_file, read_settings
+from lookahead.core.errors import Unsupported
+from lookahead.gguf.families import GGUF_NAMES
+from lookahead.gguf.file import GGUFFile
+from lookahead.gguf.settings import RotaryTable, check_file, read_settings
 
 PROMPT = [5, 17, 40, 41, 99, 40, 41, 7, 8, 5, 17, 40]
 

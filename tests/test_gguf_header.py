@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead.core import SettingsError
-from lookahead.models.gguf import BLOCK_TYPES, GGUFFile, Tensor
+from lookahead.gguf.file import BLOCK_TYPES, GGUFFile, Tensor
 
 KIND = gguf.GGMLQuantizationType
 

@@ -4,8 +4,8 @@ import gguf
 import pytest
 from gguf.constants import MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES
 
-from lookahead.models.gguf_families import GGUF_NAMES
-from lookahead.models.module_families import REGISTRY
+from lookahead.gguf.families import GGUF_NAMES
+from lookahead.hf.module_families import REGISTRY
 
 ARCHITECTURES = {name: number for number, name in MODEL_ARCH_NAMES.items()}
 

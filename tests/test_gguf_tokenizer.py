@@ -14,8 +14,8 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_t
 from transformers.tokenization_utils_base import generate_merges
 
 from lookahead.core import SettingsError
-from lookahead.models.gguf import GGUFFile
-from lookahead.models.tokenizer import GGUFTokenizer, build_tokenizer, byte_alphabet, end_tokens, merges_of
+from lookahead.gguf.file import GGUFFile
+from lookahead.text.tokenizer import GGUFTokenizer, build_tokenizer, byte_alphabet, end_tokens, merges_of
 
 #: In addition to prose and code: known difficult input.
 AWKWARD = [

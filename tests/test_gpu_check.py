@@ -188,7 +188,7 @@ def test_methods_of_an_attention_share_its_target(monkeypatch):
 
 def test_each_size_has_its_own_peak_of_memory(monkeypatch):
     """Nothing of the last size is left when the next peak starts."""
-    from lookahead.targets import graph_store
+    from lookahead.hf import graph_store
 
     checks = module("gpu_checks")
     log, alive, init = [], weakref.WeakSet(), graph_store.GraphStore.__init__

@@ -14,8 +14,8 @@ from families import tiny_model
 from lookahead import loading
 from lookahead.checkpoints import Checkpoint
 from lookahead.core import OutOfMemory, SettingsError
+from lookahead.hf import paths
 from lookahead.options import LoadOptions
-from lookahead.targets import paths
 
 ROOT = Path(__file__).parents[1]
 OLD_DRIVER = (

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import gpu_model
 from benchmarks.gpu_model import CARDS, MODELS, cache_bytes, page, speed_up, step_seconds, weight_bytes
-from lookahead.targets.tree_cache import TreeCache
+from lookahead.hf.tree_cache import TreeCache
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
 SMALL, LARGE = MODELS

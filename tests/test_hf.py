@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from lookahead.sampling.choose.choose import GeneratorNoise, RowNoise
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -24,9 +25,8 @@ from families import tiny_model
 from learned import with_free_head
 from lookahead import Adaptive, Lookahead, NGramPool
 from lookahead.core import SettingsError
-from lookahead.integrations.hf import batch_sequence, generate, refusals
-from lookahead.sampling import GeneratorNoise, RowNoise
-from lookahead.targets.paths import make_target
+from lookahead.hf import batch_sequence, generate, refusals
+from lookahead.hf.paths import make_target
 
 
 @functools.cache

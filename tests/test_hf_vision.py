@@ -8,7 +8,7 @@ import transformers
 
 import lookahead
 from lookahead.core import SettingsError
-from lookahead.integrations.hf.refusals import refuse
+from lookahead.hf.refusals import refuse
 
 TEXT = {
     "vocab_size": 96,

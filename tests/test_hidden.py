@@ -5,15 +5,15 @@ import pytest
 import torch
 
 from families import tiny_model
-from lookahead import attention
 from lookahead.core import TokenTree
-from lookahead.targets.attention_hook import TreeAttention
-from lookahead.targets.cpu.packed_model import quantize_model
-from lookahead.targets.cuda_graphs import CudaGraphTarget
-from lookahead.targets.facts import ModelFacts
-from lookahead.targets.fingerprint import fingerprint
-from lookahead.targets.paths import make_target, probe
-from lookahead.targets.transformers import head_inputs
+from lookahead.cpu.model import quantize_model
+from lookahead.hf import attention
+from lookahead.hf.attention_hook import TreeAttention
+from lookahead.hf.cuda_graphs import CudaGraphTarget
+from lookahead.hf.facts import ModelFacts
+from lookahead.hf.fingerprint import fingerprint
+from lookahead.hf.paths import make_target, probe
+from lookahead.hf.target import head_inputs
 from lookahead.testing import FakeTarget
 
 PROMPTS = [[5, 9, 14, 5, 9], [7, 8, 9]]

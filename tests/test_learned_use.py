@@ -7,14 +7,14 @@ import torch
 import lookahead
 from families import tiny_model
 from learned import save_table, with_free_head
-from lookahead import attention
+from lookahead.admission import Admission
 from lookahead.core import Request
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.base_files import learned_file
-from lookahead.engine.admission import Admission
-from lookahead.targets.attention_hook import TreeAttention
-from lookahead.targets.cuda_graphs import CudaGraphTarget
-from lookahead.targets.paths import make_target, probe
+from lookahead.hf import attention
+from lookahead.hf.attention_hook import TreeAttention
+from lookahead.hf.cuda_graphs import CudaGraphTarget
+from lookahead.hf.paths import make_target, probe
 from lookahead.testing import run
 from serving import serving
 from toy import VOCABULARY, tokenizer

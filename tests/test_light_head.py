@@ -15,28 +15,28 @@ from safetensors.numpy import load_file, save_file
 
 import lookahead
 from learned import random_head
+from lookahead import light_head
+from lookahead.admission import Admission
 from lookahead.core import Request, SettingsError, Start, TokenTree
+from lookahead.cpu.compiled_head import MAX_ROWS
+from lookahead.cpu.model import quantize_model
+from lookahead.cpu.target import CpuTarget
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive import base_files
 from lookahead.drafters.adaptive.calibration import GREEDY_GUESSES
 from lookahead.drafters.adaptive.sources.base_table import open_table
+from lookahead.drafters.adaptive.sources.head_file import QUANTIZE, from_blocks, load_head
 from lookahead.drafters.adaptive.sources.light_head import sampled_guess_kinds
 from lookahead.drafters.adaptive.state import AdaptiveState
-from lookahead.engine.admission import Admission
-from lookahead.integrations.llamacpp.llamacpp_target import LlamaCppTarget
-from lookahead.integrations.llamacpp.model import LlamaCppModel
-from lookahead.models.head_file import QUANTIZE, from_blocks, load_head
-from lookahead.targets import light_head
-from lookahead.targets.batch_rows import BatchRowsTarget
-from lookahead.targets.cpu.compiled_head import MAX_ROWS
-from lookahead.targets.cpu.cpu_target import CpuTarget
-from lookahead.targets.cpu.packed_model import quantize_model
-from lookahead.targets.exact_mode import CapturedExactTarget, ExactTarget
-from lookahead.targets.light_head import head_of, make_head, own_head_file, row_readers
-from lookahead.targets.limits import Probe
-from lookahead.targets.own_model import OwnConfig
-from lookahead.targets.paths import make_target, probe
-from lookahead.targets.transformers import PlainTarget, TransformersTarget
+from lookahead.hf.batch_rows import BatchRowsTarget
+from lookahead.hf.exact_mode import CapturedExactTarget, ExactTarget
+from lookahead.hf.paths import make_target, probe
+from lookahead.hf.target import PlainTarget, TransformersTarget
+from lookahead.light_head import head_of, make_head, own_head_file, row_readers
+from lookahead.limits import Probe
+from lookahead.llamacpp.model import LlamaCppModel
+from lookahead.llamacpp.target import LlamaCppTarget
+from lookahead.model import OwnConfig
 from lookahead.testing import FakeTarget, run, tiny_model
 from lookahead.threads import thread_count
 from test_cli import refused

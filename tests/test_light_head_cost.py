@@ -8,16 +8,16 @@ import time
 import pytest
 
 import lookahead
+from lookahead import light_head
 from lookahead.core import SettingsError
+from lookahead.cpu.compiled_head import CompiledHead
+from lookahead.cpu.model import quantize_model
 from lookahead.drafters import Adaptive
-from lookahead.drafters.adaptive import measure
+from lookahead.drafters.adaptive import measure, model_curves
 from lookahead.drafters.adaptive.cost import TYPICAL_HEAD, CostCurve, curve_file, load_curve, save_curve
-from lookahead.targets import light_head, model_curves
-from lookahead.targets.cpu.compiled_head import CompiledHead
-from lookahead.targets.cpu.packed_model import quantize_model
-from lookahead.targets.light_head import head_of
-from lookahead.targets.model_curves import cost_path, model_key
-from lookahead.targets.paths import probe
+from lookahead.drafters.adaptive.model_curves import cost_path, model_key
+from lookahead.hf.paths import probe
+from lookahead.light_head import head_of
 from lookahead.testing import FakeTarget, tiny_model
 from test_light_head import HIDDEN, weights
 

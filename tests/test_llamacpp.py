@@ -24,13 +24,13 @@ from lookahead import Adaptive, Lookahead, Plain
 from lookahead.cli import app
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.core.verify import ChooseBy, greedy
-from lookahead.integrations.llamacpp import library
-from lookahead.integrations.llamacpp.check import check, compare
-from lookahead.integrations.llamacpp.llamacpp_target import LlamaCppTarget
-from lookahead.integrations.llamacpp.model import LlamaCppModel
+from lookahead.hf.equivalence import distance
+from lookahead.llamacpp import library
+from lookahead.llamacpp.check import check, compare
+from lookahead.llamacpp.model import LlamaCppModel
+from lookahead.llamacpp.target import LlamaCppTarget
 from lookahead.loading import load_with
 from lookahead.server.settings import Settings
-from lookahead.targets.equivalence import distance
 from serving import serving, started
 
 #: Everything in float32, so that rounding stays far below the effect of a wrong row.

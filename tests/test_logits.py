@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lookahead.targets.logits import LogitsBatch
+from lookahead.hf.logits import LogitsBatch
 
 SHAPES = [
     (1, 1, 1),

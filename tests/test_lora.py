@@ -8,7 +8,7 @@ import torch
 
 import lookahead
 from lookahead.core import SettingsError
-from lookahead.targets.paths import make_target
+from lookahead.hf.paths import make_target
 from lookahead.testing import tiny_model
 
 pytestmark = [

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numba import njit
 
-from lookahead.targets.cpu import packed
-from lookahead.targets.cpu.formats import ROW_BLOCK
-from lookahead.targets.cpu.operations import call
-from lookahead.targets.cpu.packed import KIND_INDEX, KINDS, PANEL, RECORD, decoder_address, pack_panels
-from lookahead.targets.cpu.packed_gemm import kernel_address, microkernel, quantize
+from lookahead.cpu import packed
+from lookahead.cpu.kernels.formats import ROW_BLOCK
+from lookahead.cpu.kernels.operations import call
+from lookahead.cpu.kernels.packed_gemm import kernel_address, microkernel, quantize
+from lookahead.cpu.packed import KIND_INDEX, KINDS, PANEL, RECORD, decoder_address, pack_panels
 
 #: 40 outputs: the last panel of the second group is empty, the one before it half full.
 INNER, OUTPUTS = 512, 40

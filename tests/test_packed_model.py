@@ -12,12 +12,13 @@ import lookahead
 from gguf_files import ARCHITECTURES, MIXED, reference_model, unpermuted
 from learned import with_free_head
 from lookahead.core import OutOfMemory, SettingsError, TokenTree
+from lookahead.cpu import gguf_blueprint
+from lookahead.cpu.kernels import formats
+from lookahead.cpu.model import PackedModel, read_model
 from lookahead.drafters import Adaptive, Lookahead, Plain
-from lookahead.models.gguf import GGUFFile
-from lookahead.models.gguf_families import GGUF_NAMES
-from lookahead.targets.cpu import formats, gguf_blueprint
-from lookahead.targets.cpu.packed_model import PackedModel, read_model
-from lookahead.targets.paths import make_target
+from lookahead.gguf.families import GGUF_NAMES
+from lookahead.gguf.file import GGUFFile
+from lookahead.hf.paths import make_target
 from test_cli import call, refused
 from toy import VOCABULARY, save
 

@@ -93,8 +93,8 @@ def unequal(ours, theirs):
 
 def join_ranks(make_target, timeout=30.0, model=None):
     from lookahead import parallel
-    from lookahead.targets.equivalence import differ
-    from lookahead.targets.paths import probe
+    from lookahead.hf.equivalence import differ
+    from lookahead.hf.paths import probe
 
     connections = parallel.start(120.0, "cpu")  # processes start slowly on a busy machine
     connections.timeout = timeout
@@ -319,7 +319,7 @@ def tiny_llama(rope=None):
 def model_cases(rank, family):
     """A real model: each rank recomputes the keys and values of rows that it lacks."""
     from families import tiny_model
-    from lookahead.targets.paths import make_target
+    from lookahead.hf.paths import make_target
 
     model = tiny_model(family, initializer_range=0.1)
     make = functools.partial(make_target, model)
@@ -402,14 +402,14 @@ def nan_rank(rank):
 
 
 def unequal_rank(rank, what, files=()):
-    from lookahead.targets.paths import make_target
+    from lookahead.hf.paths import make_target
     from lookahead.testing import tiny_model
 
     if what == "vocabulary":
         return join_ranks(lambda: FakeTarget(vocabulary=33 if rank == 1 else 32))
     if files:
-        from lookahead.models.gguf import GGUFFile
-        from lookahead.targets.cpu.packed_model import read_model
+        from lookahead.cpu.model import read_model
+        from lookahead.gguf.file import GGUFFile
 
         model = read_model(GGUFFile(files[what == "packed weights" and rank == 1]))
         if what == "packed norm" and rank == 1:
@@ -442,7 +442,7 @@ def command_line(rank, arguments, dies_at):
 
     from lookahead import llm, loading
     from lookahead.cli import app
-    from lookahead.targets import paths
+    from lookahead.hf import paths
 
     make, steps = paths.make_target, []
 
@@ -674,7 +674,7 @@ def split_by_tensors(rank, folder):
     from transformers import AutoModelForCausalLM
 
     from lookahead import parallel
-    from lookahead.targets.paths import make_target
+    from lookahead.hf.paths import make_target
 
     connections = parallel.start(60.0, "cpu")
     mesh = dist.device_mesh.init_device_mesh("cpu", (connections.size,), mesh_dim_names=("tp",))
@@ -702,7 +702,7 @@ class Captured(FakeTarget):
 
 @pytest.mark.parametrize("inner", [FakeTarget, Captured])
 def test_a_step_s_cost_depends_on_the_ranks_and_on_their_targets(inner):
-    from lookahead.targets.model_curves import cost_path
+    from lookahead.drafters.adaptive.model_curves import cost_path
 
     size = SimpleNamespace(size=2)
     group = SimpleNamespace(register=lambda target: 1, make_target=inner, connections=size)

@@ -5,9 +5,9 @@ import torch
 
 from families import tiny_model
 from lookahead.core import SettingsError, TokenTree
+from lookahead.hf.equivalence import Equivalence, differ
+from lookahead.hf.paths import probe
 from lookahead.parallel import local_device, start
-from lookahead.targets.equivalence import Equivalence, differ
-from lookahead.targets.paths import probe
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_rank_whose_own_gpu_cannot_be_used_says_where_it_comes_from(four_gpus,
 
 def root_row(model, prompt, root, others=0, wrong=None):
     """The root's logits from a pass with other rows; ``wrong`` replaces the last token in the cache."""
-    from lookahead.targets.paths import make_target
+    from lookahead.hf.paths import make_target
 
     target = make_target(model, path="transformers")
     target.prefill([(0, [*prompt[:-1], prompt[-1] if wrong is None else wrong])])

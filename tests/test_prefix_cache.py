@@ -7,9 +7,9 @@ import lookahead
 from families import tiny_model
 from lookahead.cli.chat import Conversation
 from lookahead.core import Engine, NumericalError, OutOfMemory, Request, SettingsError, Target
+from lookahead.core.prefix_cache import PrefixTarget, with_prefixes
 from lookahead.drafters import Lookahead, Plain
-from lookahead.engine.prefix_cache import PrefixTarget, with_prefixes
-from lookahead.targets.paths import make_target
+from lookahead.hf.paths import make_target
 from lookahead.testing import FakeTarget, run
 from toy import VOCABULARY, tokenizer
 

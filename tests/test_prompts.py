@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from lookahead.sampling.choose.processors import _bad_words
 
 from lookahead.core import SettingsError
-from lookahead.engine.processors import _bad_words
-from lookahead.engine.prompts import encode
+from lookahead.text.prompts import encode
 from toy import VOCABULARY, tokenizer
 
 

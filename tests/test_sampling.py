@@ -8,16 +8,25 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from lookahead.sampling.choose.choose import (
+    Chooser,
+    SeededNoise,
+    Temperature,
+    gumbel,
+    key_of,
+    make_choose,
+    start_of,
+)
+from lookahead.sampling.choose.draws import GROUP, gumbel_of
+from lookahead.sampling.choose.processors import make_process
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lookahead import draws, sampling
 from lookahead.core import NumericalError, SettingsError, greedy
-from lookahead.draws import GROUP, gumbel_of
-from lookahead.engine.processors import make_process
+from lookahead.hf.logits import HostLogits, LogitsBatch, LogitsRows
 from lookahead.jit import entry
 from lookahead.options import Options
-from lookahead.sampling import Chooser, SeededNoise, Temperature, gumbel, key_of, make_choose, start_of
-from lookahead.targets.logits import HostLogits, LogitsBatch, LogitsRows
+from lookahead.sampling.choose import choose as sampling
+from lookahead.sampling.choose import draws
 from lookahead.threads import one_thread
 
 

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from lookahead.core import Engine, Request, SettingsError, greedy
 from lookahead.drafters import Lookahead, Plain, as_drafter
 from lookahead.drafters.adaptive.cost import CostCurve
-from lookahead.engine.text import TextDecoder
 from lookahead.server.grammar import Grammars
 from lookahead.server.logprobs import LogProbs, TokenLogProb
 from lookahead.server.prediction import Predicted
@@ -25,6 +24,7 @@ from lookahead.server.protocol import (
 from lookahead.server.responses import CompletionAnswer
 from lookahead.server.tools import CallReader, messages_of, with_tools
 from lookahead.testing import FakeTarget, run
+from lookahead.text.decoder import TextDecoder
 from toy import tokenizer
 
 VOCABULARY = 32

@@ -16,7 +16,7 @@ def test_two_replicas_answer_and_stream_the_same_texts(tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
     from ray import serve
 
-    from lookahead.server.ray_serve import build
+    from lookahead.integrations.ray_serve import build
 
     folder = save_tiny(tmp_path / "toy", 512)
     expected = lookahead.load(folder).generate("def add", max_new_tokens=20, drafter="off").text

@@ -6,24 +6,24 @@ import pytest
 import torch
 
 import lookahead
-import lookahead.targets.transformers as target_module
+import lookahead.hf.target as target_module
 from families import tiny_model
-from lookahead.attention import pack_bits, unpack_bits
 from lookahead.core import Engine, OutOfMemory, Request, TokenTree
 from lookahead.core.target import BIT_EQUAL, CHECKED, UP_TO_ROUNDING
+from lookahead.cpu.model import PackedModel
+from lookahead.cpu.target import CpuTarget
 from lookahead.drafters import Lookahead, Plain, as_drafter
-from lookahead.integrations.llamacpp.llamacpp_target import LlamaCppTarget
-from lookahead.integrations.llamacpp.model import LlamaCppModel
-from lookahead.targets import masks, tree_cache
-from lookahead.targets.batch_rows import BatchRowsTarget
-from lookahead.targets.cpu.cpu_target import CpuTarget
-from lookahead.targets.cpu.packed_model import PackedModel
-from lookahead.targets.cuda_graphs import CudaGraphTarget
-from lookahead.targets.exact_mode import ExactTarget
-from lookahead.targets.masks import LayerKinds, attention_masks, stack_rows
-from lookahead.targets.paths import PATHS, make_target, probe
-from lookahead.targets.transformers import PlainTarget, TransformersTarget
-from lookahead.targets.tree_cache import TreeCache
+from lookahead.hf import masks, tree_cache
+from lookahead.hf.attention import pack_bits, unpack_bits
+from lookahead.hf.batch_rows import BatchRowsTarget
+from lookahead.hf.cuda_graphs import CudaGraphTarget
+from lookahead.hf.exact_mode import ExactTarget
+from lookahead.hf.masks import LayerKinds, attention_masks, stack_rows
+from lookahead.hf.paths import PATHS, make_target, probe
+from lookahead.hf.target import PlainTarget, TransformersTarget
+from lookahead.hf.tree_cache import TreeCache
+from lookahead.llamacpp.model import LlamaCppModel
+from lookahead.llamacpp.target import LlamaCppTarget
 from lookahead.testing import assert_same_as_autoregressive, run
 
 
@@ -329,7 +329,7 @@ def test_a_rotary_base_that_changes_with_length():
         model = tiny_model(family, initializer_range=0.1, **extra)
         prompt = torch.tensor([[5, 6, 7, 8] * 5])
         plain = model.generate(prompt, max_new_tokens=44, eos_token_id=None)
-        from lookahead.integrations.hf import generate
+        from lookahead.hf import generate
 
         ours = model.generate(prompt, max_new_tokens=44, eos_token_id=None, custom_generate=generate)
         assert ours.tolist() == plain.tolist()

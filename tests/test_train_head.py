@@ -16,8 +16,13 @@ import torch
 
 import lookahead
 from learned import small_disk
+from lookahead import light_head
 from lookahead.core import SettingsError
+from lookahead.cpu.target import CpuTarget
 from lookahead.drafters import Adaptive, Plain
+from lookahead.drafters.adaptive.sources.head_file import load_head
+from lookahead.hf.paths import make_target
+from lookahead.hf.target import TransformersTarget
 from lookahead.learning import hidden_states, self_text
 from lookahead.learning.head_data import Positions
 from lookahead.learning.head_learner import HeadLearner
@@ -26,12 +31,7 @@ from lookahead.learning.table import MOST_TRIALS
 from lookahead.learning.text_parts import Folder
 from lookahead.learning.train_head import Training
 from lookahead.learning.train_settings import TrainSettings
-from lookahead.models.head_file import load_head
-from lookahead.targets import light_head
-from lookahead.targets.cpu.cpu_target import CpuTarget
-from lookahead.targets.light_head import find_head, own_head_file
-from lookahead.targets.paths import make_target
-from lookahead.targets.transformers import TransformersTarget
+from lookahead.light_head import find_head, own_head_file
 from lookahead.testing import FakeTarget, tiny_model
 from serving import serving
 from test_cli import call, refused

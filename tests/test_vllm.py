@@ -16,7 +16,7 @@ from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.drafters.adaptive.measure import SUSTAINED
 from lookahead.integrations.vllm import Accepted, Proposer
 from lookahead.integrations.vllm_costs import DISCARDED, ROUNDS
-from lookahead.targets.own_model import OwnConfig
+from lookahead.model import OwnConfig
 from lookahead.testing import repetitive_text
 from wrong_proposer import Wrong
 

@@ -7,8 +7,7 @@ from threading import Lock
 
 import pytest
 
-from lookahead.drafters.adaptive import measure
-from lookahead.targets import model_curves
+from lookahead.drafters.adaptive import measure, model_curves
 
 load_or_measure = model_curves._load_or_measure
 _lock = Lock()

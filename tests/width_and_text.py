@@ -4,7 +4,7 @@ import json
 import os
 
 import lookahead
-from lookahead.targets.cpu.processor import WIDTH
+from lookahead.cpu.kernels.processor import WIDTH
 
 PROMPT = "def is_prime(n):\n"
 

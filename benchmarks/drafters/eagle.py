@@ -32,7 +32,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 
 from lookahead.core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, TokenTree
 from lookahead.learning.head_data import Positions
-from lookahead.targets.light_head import row_readers
+from lookahead.light_head import row_readers
 from lookahead.threads import one_thread
 
 from . import places_in

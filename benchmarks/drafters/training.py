@@ -16,7 +16,7 @@ from lookahead.learning.head_data import Positions
 from lookahead.learning.hidden_states import collect
 from lookahead.learning.text_parts import Folder, read_part
 from lookahead.learning.train_head import fast_dtype
-from lookahead.targets.light_head import row_readers, sizes_of
+from lookahead.light_head import row_readers, sizes_of
 
 
 def half_precision() -> torch.autocast:

@@ -21,7 +21,7 @@ from lookahead.bench.record import Record
 from lookahead.bench.report import figures, number
 from lookahead.core import Drafter, Target
 from lookahead.drafters import Lookahead
-from lookahead.targets.paths import make_target
+from lookahead.hf.paths import make_target
 
 from .committed import Head
 from .intervals import differ, drawn_ratios, interval

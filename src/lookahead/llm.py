@@ -15,20 +15,20 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
+from .admission import Admission
 from .core import UNLIMITED_ROWS, Choose, Engine, Request, Result, SettingsError, Target, Update, greedy
+from .core.prefix_cache import with_prefixes
 from .drafters import Adaptive, Lookahead, as_drafter
-from .engine.admission import Admission
-from .engine.prefix_cache import with_prefixes
-from .engine.processors import make_process
-from .engine.prompts import OnePrompt, Prompt, as_list, encode
-from .engine.text import TextDecoder, split_stops
+from .hf.fingerprint import fingerprint, refreshes
+from .hf.model_lock import turn
+from .hf.paths import make_target, probe
+from .limits import positions_of
+from .model import OwnModel
 from .option import refuse_unknown
 from .options import BatchKeywords, BatchOptions, Keywords, Options, Process
-from .targets.fingerprint import fingerprint, refreshes
-from .targets.limits import positions_of
-from .targets.own_model import OwnModel
-from .targets.paths import make_target, probe
-from .targets.turns import turn
+from .sampling.processors import make_process
+from .text.decoder import TextDecoder, split_stops
+from .text.prompts import OnePrompt, Prompt, as_list, encode
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ class LLM:
         prefix_cache: number of finished sequences whose keys and values are kept for prompts with the same prefix.
 
     Attributes:
-        probe: the result of ``lookahead.targets.paths.probe``.
+        probe: the result of ``lookahead.hf.paths.probe``.
         rank_group: the ranks that evaluate together (``lookahead.parallel``); None for this process alone.
 
     Raises:
@@ -165,7 +165,7 @@ class LLM:
         return self.target().path
 
     def target(self, path: str = "auto") -> Target:
-        """A new target for this model; see ``lookahead.targets.paths.make_target``, which raises SettingsError."""
+        """A new target for this model; see ``lookahead.hf.paths.make_target``, which raises SettingsError."""
         if self.rank_group is not None and path == "auto":
             from .parallel import ParallelTarget
 
@@ -446,7 +446,7 @@ class LLM:
         """
         from .drafters.adaptive.cost import MEASUREMENTS, load_curve, save_curve
         from .drafters.adaptive.measure import measure
-        from .targets.model_curves import cost_path, forget_curves, model_key, runs_on
+        from .drafters.adaptive.model_curves import cost_path, forget_curves, model_key, runs_on
 
         Adaptive(rows=max(rows))  # rejects a number that is too large before anything is measured
         target = self.target()
@@ -494,7 +494,7 @@ class LLM:
         noise = None
         choose: Choose = greedy
         if process is not None or seed is not None:
-            from .sampling import Chooser, SeededNoise
+            from .sampling.choose import Chooser, SeededNoise
 
             if seed is not None:
                 noise = SeededNoise(seed, len(ids), self.vocabulary, options.temperature, device)

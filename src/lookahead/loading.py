@@ -13,21 +13,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
+from .admission import precompile
 from .checkpoints import Checkpoint
 from .core import SettingsError
-from .core.errors import first_line
-from .engine.admission import precompile
-from .integrations.llamacpp.library import library
-from .integrations.llamacpp.model import LlamaCppModel
+from .core.errors import Unsupported, first_line
+from .cpu.model import PackedModel, quantizable, quantize_model, read_model
+from .hf.fingerprint import forget
+from .hf.paths import limit_graphs, make_target, probe, warn_about_shortfall
+from .limits import GRAPH_MEMORY
+from .llamacpp.library import library
+from .llamacpp.model import LlamaCppModel
 from .llm import LLM
-from .models.blueprint import Unsupported
+from .model import OwnModel
 from .option import refuse_unknown
 from .options import LoadOptions
-from .targets.cpu.packed_model import PackedModel, quantizable, quantize_model, read_model
-from .targets.fingerprint import forget
-from .targets.limits import GRAPH_MEMORY
-from .targets.own_model import OwnModel
-from .targets.paths import limit_graphs, make_target, probe, warn_about_shortfall
 
 if TYPE_CHECKING:
     import torch
@@ -186,8 +185,8 @@ def load_with(chosen: LoadOptions) -> LLM:
 
     # Join the other ranks.
     if connections is not None:
+        from .hf.equivalence import differ
         from .parallel import join
-        from .targets.equivalence import differ
 
         rounding = partial(differ, llm.probe.equivalence)
         llm.rank_group = join(lambda: make_target(model, exact=chosen.exact), connections, model, rounding)
@@ -270,7 +269,7 @@ def _read_packed(
 
 
 def _quantize(model: Any, weights: str) -> PackedModel:
-    from .targets.facts import ModelFacts
+    from .hf.facts import ModelFacts
 
     facts = probe(model).facts
     try:

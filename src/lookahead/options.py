@@ -2,7 +2,7 @@
 
 A field of these dataclasses is an option of the commands, of the server and of the plug-in for llm.
 ``lookahead.load`` and ``LLM.generate`` repeat the keywords in their signatures, and a test compares them. Fields of
-``Options`` that name a warper are applied in field order; other options are applied in ``engine.processors`` and
+``Options`` that name a warper are applied in field order; other options are applied in ``sampling.processors`` and
 ``loading``.
 
 This module does not import torch.
@@ -20,6 +20,7 @@ from typing import Any, ClassVar, TypedDict
 
 from .core import Drafter, SettingsError
 from .drafters import as_drafter, known_names
+from .limits import GRAPH_MEMORY
 from .option import (
     CALLABLES,
     COUNT,
@@ -40,7 +41,6 @@ from .option import (
     only,
     option,
 )
-from .targets.limits import GRAPH_MEMORY
 
 #: A logits processor: (ids (1, L), scores (1, V)) -> scores (1, V).
 Process = Callable[[Any, Any], Any]

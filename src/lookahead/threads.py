@@ -1,6 +1,6 @@
 """``one_thread``: runs small torch operations between steps on a single thread.
 
-After a compiled step (``targets.cpu``), its threads keep polling for the next step for a while. A parallel region of
+After a compiled step (``cpu``), its threads keep polling for the next step for a while. A parallel region of
 torch's OpenMP threads would have to wait for a free core, or its threads would still be spinning when the next step
 begins; on two cores, either takes as long as several steps. Operations between steps work on single rows of logits,
 for which one thread is as fast.

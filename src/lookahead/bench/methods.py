@@ -18,19 +18,19 @@ from typing import Any
 
 import torch
 
+from ..admission import Admission
 from ..core import Drafter, Engine, Request, SettingsError, Stats, Target
 from ..drafters import Adaptive, Lookahead, NGramPool, Plain, as_drafter
 from ..drafters.checks import all_settings
 from ..drafters.names import METHODS
-from ..engine.admission import Admission
-from ..engine.processors import make_process
-from ..integrations.llamacpp.model import LlamaCppModel
+from ..hf.fingerprint import checksum
+from ..limits import NO_LIMIT, Probe
+from ..llamacpp.model import LlamaCppModel
 from ..llm import LLM
 from ..loading import load
 from ..options import OF_LLAMA_CPP, Options
-from ..sampling import SeededNoise, make_choose
-from ..targets.fingerprint import checksum
-from ..targets.limits import NO_LIMIT, Probe
+from ..sampling.choose import SeededNoise, make_choose
+from ..sampling.processors import make_process
 
 #: Plain decoding, with which every other method is compared.
 PLAIN = Plain.name
@@ -93,7 +93,7 @@ class ModelUnderTest:
     def learned(self) -> dict[str, str]:
         """Digests of the base table and of the light head that drafters find for the model, by kind."""
         from ..drafters.adaptive.base_files import base_table_of
-        from ..targets.light_head import find_head
+        from ..light_head import find_head
 
         if not hasattr(self.model, "config"):
             return {}

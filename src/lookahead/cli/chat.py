@@ -11,8 +11,8 @@ import typer
 
 from .. import Adaptive
 from ..core import LookaheadError, SettingsError
-from ..engine.prompts import chat_prompt, has_chat_template
 from ..options import DraftOptions, LoadOptions, Options
+from ..text.prompts import chat_prompt, has_chat_template
 from .adapter import with_options
 from .console import note, problem, summary
 from .shared import check_stdin, load_model, warm_state

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from .. import Plain
 from ..core import SettingsError
-from ..engine.prompts import chat_prompt
 from ..options import LoadOptions
+from ..text.prompts import chat_prompt
 from .adapter import with_options
 from .console import diverged, note
 from .generate import print_text

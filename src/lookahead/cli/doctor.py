@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
-from ..engine.prompts import has_chat_template
 from ..options import DRAFTERS, LoadOptions
 from ..records import as_line
+from ..text.prompts import has_chat_template
 from .adapter import with_options
 from .shared import Json, load_model
 
@@ -88,7 +88,7 @@ def timed_start(load: LoadOptions) -> tuple[LLM, dict[str, float]]:
         nonlocal last
         seconds[part], last = perf_counter() - last, perf_counter()
 
-    from .. import loading  # noqa: F401
+    from .. import load as loading  # noqa: F401
 
     done("import lookahead")
     llm = load_model(load)

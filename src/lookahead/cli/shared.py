@@ -13,8 +13,8 @@ import typer
 
 from .. import Adaptive
 from ..core import Drafter, SettingsError
-from ..engine.prompts import has_chat_template
 from ..options import LoadOptions
+from ..text.prompts import has_chat_template
 from .console import note, ranks
 
 if TYPE_CHECKING:

@@ -22,6 +22,10 @@ class OutOfMemory(LookaheadError, MemoryError):
     """A forward pass did not fit in memory; the decoding loop retries it with fewer rows."""
 
 
+class Unsupported(Exception):
+    """The compiled CPU path cannot run a model; the message is the reason, in one line."""
+
+
 def first_line(error: BaseException, longest: int = 300) -> str:
     """The first line of an error's message, at most ``longest`` characters; the type's name if it is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:longest]

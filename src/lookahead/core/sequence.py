@@ -21,7 +21,7 @@ from .verify import Choose, as_choose, greedy
 
 
 class Detokenizer(Protocol):
-    """Converts the tokens of one sequence to text and finds stop strings; ``engine.text.TextDecoder`` is one.
+    """Converts the tokens of one sequence to text and finds stop strings; ``text.decoder.TextDecoder`` is one.
 
     Attributes:
         stops: strings that end the text and are not part of it.

@@ -74,7 +74,7 @@ class Target(Protocol):
     ``adopt_properties``.
 
     Attributes:
-        path: how steps are evaluated, as in ``targets.paths``; "" for targets without a model.
+        path: how steps are evaluated, as in ``hf.paths``; "" for targets without a model.
         promise: how a sequence compares with plain decoding: one of the constants above, or "" if unknown.
         reason: why this path was chosen, in one line.
         vocabulary: V.
@@ -87,7 +87,7 @@ class Target(Protocol):
         keeps_prefixes: whether a slot can start with the keys and values of another one (``reuse``), and reused rows
             equal those of a prompt evaluated as a whole.
         max_sequences: largest number of slots in use at once; the engine admits no more sequences.
-        reused: for each slot in use, the number of prompt tokens that were reused (``engine.prefix_cache``).
+        reused: for each slot in use, the number of prompt tokens that were reused (``core.prefix_cache``).
     """
 
     path: str

@@ -18,9 +18,9 @@ import llm
 from pydantic import Field, create_model
 
 from ..core import SettingsError
-from ..engine.prompts import chat_prompt
 from ..option import offered
 from ..options import DraftOptions, LoadOptions, Options
+from ..text.prompts import chat_prompt
 
 if TYPE_CHECKING:
     from ..llm import LLM

@@ -101,8 +101,8 @@ class Proposer:
     def __init__(self, vllm_config: Any) -> None:
         check(vllm_config)
         from ..drafters.adaptive.base_files import base_table_of
+        from ..drafters.adaptive.model_curves import config_key
         from ..drafters.adaptive.state import AdaptiveState
-        from ..targets.model_curves import config_key
         from .vllm_costs import StepCosts
 
         drafter = drafter_of(vllm_config)
@@ -234,7 +234,7 @@ class Proposer:
         logits, self._logits = self._logits, None
         batch = None
         if logits is not None and len(logits) == starts[-1]:
-            from ..targets.logits import LogitsBatch, LogitsRows
+            from ..hf.logits import LogitsBatch, LogitsRows
 
             batch = LogitsBatch(logits[None])
         for request, tokens, start in zip(known, new, starts, strict=False):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from ..core import SettingsError
 from ..drafters.adaptive.base_files import table_name
-from ..models.head_file import BLOCK, FORMAT, HeadWeights
+from ..drafters.adaptive.sources.head_file import BLOCK, FORMAT, HeadWeights
+from ..light_head import check_hidden, own_head_file, row_readers, sizes_of
 from ..records import CONTINUES, cache_folder, not_writable
-from ..targets.light_head import check_hidden, own_head_file, row_readers, sizes_of
 from .head_data import Positions
 from .hidden_states import check_room, collect
 from .self_text import Writer, check_folder, check_output, check_same_model

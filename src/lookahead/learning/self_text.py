@@ -23,9 +23,9 @@ from ..core import Choose, OutOfMemory, Scores, SettingsError, TokenTree
 from ..core.errors import first_line
 from ..core.verify import as_choose
 from ..drafters import Plain
-from ..engine.prompts import has_chat_template
 from ..options import Options
 from ..records import check_writable
+from ..text.prompts import has_chat_template
 from .openings import beginning, opening
 from .text_parts import ANSWER, OWN_ANSWER, REQUEST, TOP, Folder, Text, locked, uninterrupted
 

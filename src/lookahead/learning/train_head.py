@@ -1,4 +1,4 @@
-"""Trains a light head (``models.head_file``) on a model's self-generated text.
+"""Trains a light head (``drafters.adaptive.sources.head_file``) on a model's self-generated text.
 
 At the position of a token y, the inputs of the head are the hidden state under which y was chosen and the embedding
 of y. It predicts the distribution from which the next token was chosen; its predicted state is the input of the next
@@ -34,10 +34,10 @@ from torch.nn.functional import linear
 
 from ..core import SettingsError
 from ..core.errors import first_line
+from ..drafters.adaptive.sources.head_file import HeadWeights
 from ..drafters.adaptive.sources.light_head import READ_SAMPLED
-from ..models.head_file import HeadWeights
+from ..hf.head_network import HeadNetwork
 from ..records import CONTINUES, not_writable, replacing
-from ..targets.head_network import HeadNetwork
 from .head_data import Array, Positions, Report
 from .text_parts import uninterrupted
 from .train_settings import TrainSettings

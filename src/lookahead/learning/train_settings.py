@@ -33,7 +33,7 @@ class TrainSettings(OptionSet):
     seed: int = hidden(0, "Seed of the order of the positions and of the initial weights.")
 
     def __post_init__(self) -> None:
-        from ..models.head_file import BLOCK, MAX_LEVELS  # imports numpy
+        from ..drafters.adaptive.sources.head_file import BLOCK, MAX_LEVELS  # imports numpy
 
         limits = {"shortlist": (1, 1 << 20), "width": (BLOCK, 1 << 16), "levels": (1, MAX_LEVELS)}
         limits |= {"batch": (1, 1 << 20), "run": (1, 1 << 10), "seed": (0, 1 << 62)}

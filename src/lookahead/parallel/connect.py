@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..core import LookaheadError, SettingsError, Target
 from ..core.errors import first_line
-from ..targets.fingerprint import checksum
+from ..hf.fingerprint import checksum
 from .wire import Link
 
 #: Seconds of silence after which rank 0 considers another rank hung; the others end within twice that.

@@ -25,8 +25,8 @@ from starlette.responses import Response, StreamingResponse
 
 from .. import __version__
 from ..core import LookaheadError, SettingsError, Update
-from ..engine.prompts import has_chat_template
 from ..llm import LLM
+from ..text.prompts import has_chat_template
 from .api_errors import Refused, error_body, error_response, status_of
 from .engine_thread import EngineThread
 from .gate import Gate, log_to_stderr

@@ -13,10 +13,10 @@ from .. import __version__
 from ..core import Drafter, Request, SettingsError
 from ..core.verify import as_choose
 from ..drafters import as_drafter
-from ..engine.prompts import encode
+from ..limits import NO_LIMIT
 from ..llm import LLM
 from ..options import Options
-from ..targets.limits import NO_LIMIT
+from ..text.prompts import encode
 from .grammar import Grammars
 from .logprobs import LogProbs
 from .protocol import ChatRequest, CompletionRequest, Generating, LookaheadFields, plain

@@ -13,7 +13,7 @@ from time import time
 from typing import Any
 
 from ..core import Request, Sequence, Update
-from ..engine.text import TextDecoder
+from ..text.decoder import TextDecoder
 from .logprobs import LogProbs, TokenLogProb
 from .metrics import speculation
 from .prediction import Predicted

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from ... import draws
 from ...core import OutOfMemory, SettingsError, Start, Target, TokenTree
 from ...jit import compile_ahead
+from ...sampling import draws
 from .cost import CostCurve
 from .draft_state import AdaptiveDraftState
 from .drafter import Adaptive
@@ -153,7 +153,7 @@ def measure(
         rounds: steps of each size; the mean of the faster half counts.
         patience: seconds after which no further size is started; two numbers of rows are always measured.
         progress: called with (sequences, context, rows, seconds) for every size, and again for one timed again.
-        device: the type of the device that evaluates the model's layers (``targets.model_curves.runs_on``).
+        device: the type of the device that evaluates the model's layers (``drafters.adaptive.model_curves.runs_on``).
 
     Sizes that do not fit in memory are left out.
 

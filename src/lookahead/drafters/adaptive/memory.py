@@ -12,8 +12,8 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from ...draws import gumbel_of
 from ...jit import compiled, unpack_as
+from ...sampling.draws import gumbel_of
 
 
 def record(**fields: str) -> Any:

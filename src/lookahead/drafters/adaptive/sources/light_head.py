@@ -1,6 +1,6 @@
 """The light head as a source: guesses of a small trained network under some rows of the tree.
 
-The network (``models.head_file``) reads the hidden state of the last accepted row, so the target must provide hidden
+The network (``head_file``) reads the hidden state of the last accepted row, so the target must provide hidden
 states. Under the root it guesses the next tokens; from its own guess of the next hidden state it can guess under
 deeper rows, with one more call for each. ``grow`` returns when it needs a guess, ``GuessSource.guess`` calls the
 network, and ``grow`` continues.

@@ -1,0 +1,362 @@
+"""The parts of a model from a GGUF file, without a transformers module; its weights stay packed.
+
+The file's blocks are copied once into the order of the kernel (``packed``), with as many threads as torch uses; then
+the file's pages are released. Tensors of types that the kernel does not support are decoded to bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..core.errors import Unsupported
+from ..gguf.families import FREQUENCY_FACTORS
+from ..gguf.file import GGUFFile
+from ..gguf.settings import GGUFSettings, read_settings
+from ..threads import thread_count
+from .blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, head_norm_of
+from .kernels import formats
+from .kernels.formats import ArrayMemory, round_up
+from .packed import GROUP, KIND_INDEX, KINDS, PANEL, Kind, PackedLinear, pack_panels
+
+if TYPE_CHECKING:
+    from .dense import Linear
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A tensor of the file: its bytes (outputs, bytes of an output), their kind, and the inner size."""
+
+    raw: Array
+    kind: Kind
+    inner: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Outputs of a tensor, in the order in which they are packed; -1 stands for padding."""
+
+    name: str
+    order: Array
+
+
+class _Reader:
+    """Reads the parts of a file. Packing runs in threads; ``finish`` waits for them.
+
+    Args:
+        file: the file, mapped into memory.
+        settings: its settings.
+
+    Attributes:
+        decoded: bytes of the tensors decoded to bf16, by type.
+    """
+
+    def __init__(self, file: GGUFFile, settings: GGUFSettings) -> None:
+        self.file = file
+        self.settings = settings
+        self.names = settings.names
+        order = formats.paired(settings.head_size, settings.rotary_size)
+        # Rows permuted by the converter are already in the packed order.
+        self.order = np.arange(settings.head_size) if self.names.permuted else order
+        self.decoded: dict[str, int] = {}
+        self._sources: dict[str, _Source] = {}
+        weights = [name for name, tensor in file.tensors.items() if len(tensor.shape) == 2]
+        # Each linear that contains outputs of a tensor may pad it by up to a group.
+        self.memory = ArrayMemory(sum(self._packed_size(name) for name in weights))
+        self._packing = ThreadPoolExecutor(thread_count(), "lookahead-pack")
+        self._jobs: list[Any] = []
+
+    def _packed_size(self, name: str) -> int:
+        source = self.source(name)
+        return (
+            round_up(len(source.raw) + 3 * GROUP, GROUP) // PANEL * source.kind.panel_bytes(source.inner)
+            + 256
+        )
+
+    def source(self, name: str) -> _Source:
+        """A tensor of two dimensions, decoded to bf16 if the kernel does not support its type."""
+        if name not in self._sources:
+            tensor = self.file.tensors[name]
+            raw = self.file.bytes(name)
+            outputs, inner = tensor.shape
+            kind = KIND_INDEX.get(tensor.type)
+            if kind is None:
+                raw = self._as_bf16(name, raw, (outputs, inner))
+                kind = KIND_INDEX["BF16"]
+                self.decoded[tensor.type] = self.decoded.get(tensor.type, 0) + 2 * outputs * inner
+            self._sources[name] = _Source(raw.reshape(outputs, -1), KINDS[kind], inner)
+        return self._sources[name]
+
+    def _as_bf16(self, name: str, raw: Array, shape: tuple[int, ...]) -> Array:
+        values = self._decoded(name, raw, shape)
+        bits = values.view(np.uint32)
+        nearest = bits + (0x7FFF + (bits >> 16 & 1)).astype(np.uint32)  # ties to even
+        return (nearest >> 16).astype(np.uint16).view(np.uint8)
+
+    def _decoded(self, name: str, raw: Array, shape: tuple[int, ...]) -> Array:
+        kind = self.file.tensors[name].type
+        if kind in ("F32", "F64", "F16"):
+            values = raw.view({"F32": "<f4", "F64": "<f8", "F16": "<f2"}[kind]).astype(np.float32)
+        elif kind == "BF16":
+            values = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+        else:
+            try:
+                import gguf
+
+                with np.errstate(all="ignore"):  # damage shows up in the logits
+                    values = gguf.dequantize(raw.reshape(shape[0], -1), gguf.GGMLQuantizationType[kind])
+            except (ImportError, KeyError, NotImplementedError) as error:
+                raise Unsupported(
+                    f"{name} is stored as {kind}, which this library reads with the package gguf; "
+                    f"pip install gguf, or use a file of another type ({error})"
+                ) from None
+        return np.ascontiguousarray(values, np.float32).reshape(shape)
+
+    def fp32(self, name: str) -> Array:
+        """A tensor, decoded to fp32."""
+        return self._decoded(name, self.file.bytes(name), self.file.tensors[name].shape)
+
+    def name(self, part: str, layer: int | None = None) -> str:
+        """The name of a part's tensor, without its ending."""
+        return self.names.tensors[part].format(layer=layer)
+
+    def linear(self, panels: Sequence[_Rows], biases: Sequence[Array]) -> PackedLinear:
+        """Pack outputs of one or more tensors into a linear.
+
+        Args:
+            panels: the outputs of each tensor, a multiple of ``PANEL``.
+            biases: the biases of all outputs of each tensor.
+        """
+        table = []
+        bias = []
+        inner = 0
+        for rows, values in zip(panels, biases, strict=True):
+            source = self.source(rows.name)
+            inner = source.inner
+            order = rows.order.reshape(-1, PANEL)
+            packed, entries = new_panels(self.memory, source.kind, len(order), inner)
+            self._jobs.append(
+                self._packing.submit(pack_panels, source.kind, source.raw, order, inner, packed)
+            )
+            table.append(entries)
+            bias.append(np.where(rows.order >= 0, values[np.maximum(rows.order, 0)], 0))
+        joined = np.ascontiguousarray(np.concatenate(table).reshape(-1, 2, 2))
+        return PackedLinear(joined, np.concatenate(bias).astype(np.float32), inner, self.memory)
+
+    def bias(self, name: str) -> Array:
+        """The bias of a linear; zeros if it has none."""
+        outputs = self.file.tensors[f"{name}.weight"].shape[0]
+        return self.fp32(f"{name}.bias") if f"{name}.bias" in self.file.tensors else np.zeros(outputs)
+
+    def whole(self, name: str) -> PackedLinear:
+        """A linear that is a single tensor, its outputs in the order of the file."""
+        outputs = self.file.tensors[f"{name}.weight"].shape[0]
+        return self.linear([_Rows(f"{name}.weight", filled(np.arange(outputs), GROUP))], [self.bias(name)])
+
+    def query_key_value(self, layer: int) -> PackedLinear:
+        """Queries, keys and values as a single linear in which the rotary pairs of a head are adjacent.
+
+        Raises:
+            Unsupported: the outputs of a part are not a multiple of a panel.
+        """
+        settings = self.settings
+        size = self.settings.head_size
+        heads = settings.heads
+        key_heads = settings.key_heads
+
+        def order(first: int, count: int, rotates: bool) -> Array:
+            """The outputs of ``count`` heads from output ``first`` on."""
+            in_head = self.order if rotates else np.arange(size)
+            return (first + size * np.arange(count)[:, None] + in_head).reshape(-1)
+
+        # The file has either one tensor for all three, or one for each.
+        if "qkv" in self.names.tensors:
+            name = self.name("qkv", layer)
+            query, key = order(0, heads, True), order(heads * size, key_heads, True)
+            rows = np.concatenate([query, key, order((heads + key_heads) * size, key_heads, False)])
+            return self.linear([_Rows(f"{name}.weight", filled(rows, GROUP))], [self.bias(name)])
+        parts = [("query", heads, True), ("key", key_heads, True), ("value", key_heads, False)]
+        names = [self.name(part, layer) for part, _, _ in parts]
+        rows_of = [order(0, count, rotates) for _, count, rotates in parts]
+        if any(len(rows) % PANEL for rows in rows_of):
+            raise Unsupported(
+                f"queries and keys must have a multiple of {PANEL} outputs, got heads of {size}"
+            )
+        padding = -sum(map(len, rows_of)) % GROUP
+        rows_of[-1] = np.concatenate([rows_of[-1], np.full(padding, -1)])
+        return self.linear(
+            [_Rows(f"{name}.weight", rows) for name, rows in zip(names, rows_of, strict=True)],
+            [self.bias(name) for name in names],
+        )
+
+    def gate_and_up(self, layer: int) -> tuple[PackedLinear, bool]:
+        """The first linear of the feed-forward, and whether it has gates (``LayerParts.gated``)."""
+        inner = self.settings.inner
+        if "gate" not in self.names.tensors and "gate_up" not in self.names.tensors:
+            return self.whole(self.name("up", layer)), False
+        halves = filled(np.arange(inner), PANEL).reshape(-1, PANEL)
+        if "gate_up" in self.names.tensors:
+            name = self.name("gate_up", layer)
+            ups = np.where(halves >= 0, halves + inner, -1)
+            both = np.stack([halves, ups], 1).reshape(-1)
+            return self.linear([_Rows(f"{name}.weight", both)], [self.bias(name)]), True
+        gate, up = self.name("gate", layer), self.name("up", layer)
+        linear = self.linear(
+            [_Rows(f"{name}.weight", halves.reshape(-1)) for name in (gate, up)],
+            [self.bias(gate), self.bias(up)],
+        )
+        # From (all gates, then all ups) to groups of a gate panel and the matching up panel.
+        linear.panels = np.ascontiguousarray(linear.panels.reshape(2, -1, 2).transpose(1, 0, 2))
+        linear.bias = linear.bias.reshape(2, -1, PANEL).transpose(1, 0, 2).reshape(-1)
+        return linear, True
+
+    def norm(self, part: str, layer: int | None = None) -> Norm:
+        """A norm; ``Norm.none`` if the architecture does not have it."""
+        if part not in self.names.tensors:
+            return Norm.none(self.settings.hidden)
+        name = self.name(part, layer)
+        weight = self.fp32(f"{name}.weight")
+        has_bias = f"{name}.bias" in self.file.tensors
+        bias = self.fp32(f"{name}.bias") if has_bias else np.zeros_like(weight)
+        return Norm(weight, bias, self.settings.epsilon, self.names.norm_kind)
+
+    def head_norm(self, layer: int) -> tuple[Norm | None, bool]:
+        """``LayerParts.head_norm`` and ``joint_norm``."""
+        settings = self.settings
+        if "query_norm" not in self.names.tensors:
+            return None, False
+        parts = (("query_norm", settings.heads), ("key_norm", settings.key_heads))
+        weights = [(self.fp32(f"{self.name(part, layer)}.weight"), heads) for part, heads in parts]
+        return head_norm_of(weights, self.order, settings.epsilon)
+
+    def layers(self) -> Iterable[LayerParts]:
+        """The layers, in order."""
+        settings = self.settings
+        for index in range(settings.layer_count):
+            up, gated = self.gate_and_up(index)
+            linears: dict[str, Linear | PackedLinear] = {
+                "qkv": self.query_key_value(index),
+                "output": self.whole(self.name("output", index)),
+                "up": up,
+                "down": self.whole(self.name("down", index)),
+            }
+            head_norm, joint = self.head_norm(index)
+            yield LayerParts(
+                linears=linears,
+                norms={name: self.norm(name, index) for name in NORMS},
+                head_norm=head_norm,
+                joint_norm=joint,
+                gated=gated,
+                scale=settings.scale,
+                window=settings.windows[index],
+                rotary=settings.rotary[index],
+                cap=settings.attention_cap,
+            )
+
+    def angles(self) -> Any:
+        """The function ``Blueprint.angles``; None without rotary positions."""
+        settings = self.settings
+        if not settings.tables:
+            return None
+        # Round values to fp32 where transformers does, because the model was trained that way. Compute powers,
+        # cosines and sines in fp64 first, because numpy's last fp32 bit differs between processors.
+        half = np.arange(0, settings.rotary_size, 2, dtype=np.float32) / np.float32(settings.rotary_size)
+        frequencies = [
+            (1 / (float(table.base) ** half.astype(np.float64)).astype(np.float32)) / np.float32(table.factor)
+            for table in settings.tables
+        ]
+        if FREQUENCY_FACTORS in self.file.tensors:
+            frequencies[0] = frequencies[0] / self.fp32(FREQUENCY_FACTORS)
+
+        def angles(positions: int) -> Array:
+            tables = [np.arange(positions, dtype=np.float32)[:, None] * each for each in frequencies]
+            turns = np.stack(tables).astype(np.float64)
+            return np.stack([np.cos(turns), np.sin(turns)], -1).astype(np.float32)
+
+        return angles
+
+    def finish(self) -> None:
+        """Wait until everything is packed, then release the file's pages."""
+        for job in self._jobs:
+            job.result()
+        self._packing.shutdown()
+        self._sources.clear()
+        self.file.check_unchanged()
+        self.file.release()
+
+    def abandon(self) -> None:
+        """Cancel the packing, because another reader will load the file."""
+        self._packing.shutdown(cancel_futures=True)
+        self._sources.clear()
+        self.file.release()
+
+
+def filled(order: Array, multiple: int) -> Array:
+    """An order, padded with -1 to a multiple."""
+    return np.concatenate([order, np.full(-len(order) % multiple, -1)])
+
+
+def new_panels(memory: ArrayMemory, kind: Kind, count: int, inner: int) -> tuple[Array, Array]:
+    """Memory for panels, uint8 (count, bytes of a panel), and its ``PackedLinear.panels``."""
+    size = kind.panel_bytes(inner)
+    panels = memory.take(count * size).reshape(count, size)
+    addresses = panels.ctypes.data + size * np.arange(count)
+    return panels, np.stack([addresses, np.full(count, KIND_INDEX[kind.name])], -1)
+
+
+def blueprint_of_file(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str, int]]:
+    """The packed parts of a file, its settings, and the bytes of the tensors decoded to bf16, by type.
+
+    Raises:
+        Unsupported: transformers' reader must load the file; the message is the reason, in one line.
+    """
+    reader = None
+    try:
+        # Read the layers, the head and the embedding, which tied models share. Their weights are packed in threads.
+        settings = read_settings(file)
+        reader = _Reader(file, settings)
+        layers = list(reader.layers())
+        head = reader.whole("token_embd" if settings.tied else reader.name("head"))
+        embedding = head if settings.tied else reader.whole(reader.name("embedding"))
+        positions = None
+        if "positions" in settings.names.tensors:
+            positions = reader.fp32(f"{reader.name('positions')}.weight")
+        # Assemble the parts while the threads pack.
+        blueprint = Blueprint(
+            name=settings.names.model_class,
+            dtype="float32",
+            vocabulary=settings.vocabulary,
+            hidden=settings.hidden,
+            heads=settings.heads,
+            key_heads=settings.key_heads,
+            head_size=settings.head_size,
+            inner=settings.inner,
+            activation=ACTIVATIONS[settings.names.activation],
+            embedding=embedding,
+            layer_count=settings.layer_count,
+            layers=lambda: iter(layers),
+            final_norm=reader.norm("norm"),
+            head=head,
+            embedding_factor=settings.embedding_factor,
+            position_embedding=positions,
+            head_factor=settings.head_factor,
+            head_cap=settings.head_cap,
+            residual_factor=settings.residual_factor,
+            rotary_size=settings.rotary_size if settings.tables else 0,
+            angles=reader.angles(),
+        )
+        reader.finish()
+    except (KeyError, Unsupported) as error:
+        # transformers' reader will load the file instead.
+        if reader is not None:
+            reader.abandon()
+        if isinstance(error, KeyError):
+            raise Unsupported(f"the file must have the tensor {error}, and does not") from None
+        raise
+    return blueprint, settings, reader.decoded

@@ -1,0 +1,1 @@
+"""What is compiled: the kernels of the CPU engine."""

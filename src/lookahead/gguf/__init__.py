@@ -1,0 +1,1 @@
+"""GGUF files: their parts, sizes, settings and families."""

@@ -1,0 +1,109 @@
+"""Sizes and properties of a transformers model that targets need. Read once."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..limits import NO_LIMIT, Limits, positions_of
+from .masks import AlibiBias, LayerKinds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class PassFacts(Limits):
+    """The facts that every forward pass of a model needs, in addition to ``Limits``.
+
+    Attributes:
+        cache_name: the name of the cache among the arguments of ``forward``.
+        accepts_position_ids, accepts_logits_to_keep: whether ``forward`` has an argument of that name.
+        kinds: the kinds of attention layers.
+        rotary: resets rotary frequencies; call its ``before`` ahead of every pass.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config: Any = model.config.get_text_config(decoder=True)
+        super().__init__(config, int(config.vocab_size), positions_of(config) or NO_LIMIT)
+        parameters = inspect.signature(model.forward).parameters
+        self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self.accepts_position_ids = "position_ids" in parameters
+        self.accepts_logits_to_keep = "logits_to_keep" in parameters
+        self.kinds = LayerKinds.of(self.config)
+        self.rope_type, self.rope_boundary = _rope_boundary(self.config)
+        self.rotary = RotaryReset(model)
+
+
+class ModelFacts(PassFacts):
+    """The facts that passes over token trees need, in addition to ``PassFacts``.
+
+    Attributes:
+        alibi: the bias of an ALiBi model, or None.
+        shapes: per layer (key heads, key head size, value head size); None for a layer without keys and values.
+        dtype: dtype of keys, values and masks.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.alibi = AlibiBias.of(model, self.config)
+        self.shapes: list[tuple[int, int, int] | None] = []
+        self.dtype: torch.dtype = model.dtype
+        # The model's own cache reveals the shapes after one token.
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.config)
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
+        for layer in cache.layers:
+            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+            if keys is None or values is None or keys.dim() != 4:
+                self.shapes.append(None)
+                continue
+            self.shapes.append((keys.shape[1], keys.shape[3], values.shape[3]))
+            self.dtype = keys.dtype
+
+
+def _rope_boundary(config: Any) -> tuple[str, int]:
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    by_layer_kind = [value for value in parameters.values() if isinstance(value, dict)]
+    for entry in by_layer_kind or [parameters]:
+        kind = entry.get("rope_type") or entry.get("type") or ""
+        if kind == "dynamic":
+            return kind, int(config.max_position_embeddings)
+        if kind == "longrope":
+            name = "original_max_position_embeddings"
+            original = entry.get(name) or getattr(config, name, None)
+            return kind, int(original or config.max_position_embeddings)
+    return "", NO_LIMIT
+
+
+class RotaryReset:
+    """Makes rotary frequencies depend on the current sequence only.
+
+    With dynamic NTK scaling, transformers computes new frequencies for each new maximum length, and returns to the
+    original ones only for a sequence shorter than the trained length. A sequence of a length in between would be
+    decoded with the frequencies of an earlier one.
+
+    Args:
+        model: any model; a no-op without such scaling.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._modules: list[Any] = [
+            module for module in model.modules() if "dynamic" in str(getattr(module, "rope_type", ""))
+        ]
+
+    def before(self, positions: torch.Tensor) -> None:
+        """Reset the frequencies if necessary. Call it before a pass over rows at these positions."""
+        for module in self._modules:
+            length = int(positions.max()) + 1
+            for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+                if getattr(module, name) > max(length, module.original_max_seq_len):
+                    # Models with several kinds of layers keep frequencies for each, with the kind as a name prefix.
+                    prefix = name.removesuffix("max_seq_len_cached")
+                    original = getattr(module, f"{prefix}original_inv_freq")
+                    original = original.to(getattr(module, f"{prefix}inv_freq"))
+                    module.register_buffer(f"{prefix}inv_freq", original, persistent=False)
+                    setattr(module, name, module.original_max_seq_len)

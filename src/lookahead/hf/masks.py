@@ -1,0 +1,222 @@
+"""Token trees as inputs to transformers models: token ids, positions and additive 4-D masks.
+
+A row sees the committed prefix, its ancestors and itself, and its position is T + depth. Example: a step with W = 3,
+N = 3 and G = 1 after T committed tokens. The window has N - 1 = 2 levels: level 0 is the root r and the chain a1 a2
+below it, and each row of level 1 (b0 b1 b2) hangs below the row of its column. The candidate is the chain c0 c1:
+
+    r ─┬─ a1 ─┬─ a2 ── b2
+       │      └─ b1
+       ├─ b0
+       └─ c0 ── c1
+
+    row      r  a1 a2 b0 b1 b2 c0 c1
+    column   0  1  2  3  4  5  6  7     in the cache: T + column
+    depth    0  1  2  1  2  3  1  2     position: T + depth
+
+    r        #  .  .  .  .  .  .  .     #: the row on the left sees this row (mask 0)
+    a1       #  #  .  .  .  .  .  .     .: it does not (mask: the dtype's lowest number)
+    a2       #  #  #  .  .  .  .  .     All rows see columns 0 to T - 1, the committed prefix.
+    b0       #  .  .  #  .  .  .  .
+    b1       #  #  .  .  #  .  .  .
+    b2       #  #  #  .  .  #  .  .
+    c0       #  .  .  .  .  .  #  .
+    c1       #  .  .  .  .  .  #  #
+
+(``tests/test_targets.py`` checks this drawing against the mask.) A row's column is not its position, so sliding
+windows, chunks and position biases must use positions. Masks are additive floats, because eager attention silently
+adds a boolean 4-D mask to the scores.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core import TokenTree
+from .attention.bits import pack_bits, unpack_bits
+from .cuda import to_device
+
+#: Model types whose classes use one mask for all layers, regardless of the layer types in the config.
+ONE_MASK = (
+    "doge",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "phi4_multimodal",
+    "phimoe",
+    "qwen3_moe",
+    "starcoder2",
+)
+#: Model types whose classes have no window, regardless of the config's ``sliding_window``.
+WITHOUT_WINDOW = ("gemma", "gpt2", "granite", "llama", "olmo2")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKinds:
+    """The attention patterns of a model's layers. A model with several kinds expects a dict of masks by kind.
+
+    Attributes:
+        kinds: names as in ``config.layer_types``; one entry if all layers are of the same kind.
+        sliding_window: keys that a row of a sliding layer sees, itself included; 0 for no limit.
+        chunk: size of attention chunks; 0 for none.
+    """
+
+    kinds: tuple[str, ...]
+    sliding_window: int
+    chunk: int
+
+    @classmethod
+    def of(cls, config: Any) -> LayerKinds:
+        """The kinds of a text config."""
+        window = 0 if config.model_type in WITHOUT_WINDOW else getattr(config, "sliding_window", None) or 0
+        chunk = getattr(config, "attention_chunk_size", None) or 0
+        types = (
+            None
+            if config.model_type in (*ONE_MASK, *WITHOUT_WINDOW)
+            else getattr(config, "layer_types", None)
+        )
+        kinds = tuple(dict.fromkeys(types or ()))
+        return cls(kinds or (("sliding_attention",) if window else ("full_attention",)), window, chunk)
+
+
+def stack_rows(trees: Sequence[TokenTree], lengths: Sequence[int], rows: int) -> tuple[Any, Any]:
+    """Token ids and positions of ``rows`` rows, both (B, Q); smaller trees are padded with copies of their root."""
+    ids: list[list[int]] = []
+    positions: list[list[int]] = []
+    for tree, length in zip(trees, lengths, strict=True):
+        missing = rows - len(tree)
+        ids.append(tree.tokens + [tree.tokens[0]] * missing)
+        positions.append([length + depth for depth in tree.depths] + [length] * missing)
+    return torch.tensor(ids), torch.tensor(positions)
+
+
+def key_positions(positions: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """The position of the token in every cache column, (B, longest prefix + Q).
+
+    Columns after a sequence's rows hold no token and get position 0; the mask hides them.
+    """
+    rows = positions.shape[1]
+    result = torch.arange(max(lengths) + rows).repeat(len(lengths), 1)
+    for b, length in enumerate(lengths):
+        result[b, length : length + rows] = positions[b]
+        result[b, length + rows :] = 0
+    return result
+
+
+def attention_masks(
+    kinds: LayerKinds,
+    trees: Sequence[TokenTree],
+    lengths: Sequence[int],
+    positions: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    """The mask of one pass: a tensor (B, 1, Q, width), or a dict of such tensors by kind of layer.
+
+    It is 0 if a row sees a key, and the dtype's lowest number if not (drawn above).
+
+    Args:
+        kinds: the attention patterns of the layers.
+        trees: the trees of the B sequences, of at most Q rows each.
+        lengths: T of each sequence.
+        positions: the position of each row, (B, Q).
+        dtype, device: dtype and device of the mask.
+    """
+    rows = positions.shape[1]
+    query = positions[:, :, None]
+    keys = key_positions(positions, lengths)[:, None]
+    seen = torch.zeros(len(trees), rows, keys.shape[2], dtype=torch.bool)
+    bits = unpack_bits(pack_bits([tree.ancestors for tree in trees], rows))
+    for b, length in enumerate(lengths):
+        seen[b, :, :length] = True
+        seen[b, :, length : length + rows] = bits[b]
+    masks = {}
+    for kind in kinds.kinds:
+        allowed = seen
+        if kind == "sliding_attention" and kinds.sliding_window:
+            allowed = seen & (query - keys < kinds.sliding_window)
+        elif kind == "chunked_attention" and kinds.chunk:
+            allowed = seen & (query // kinds.chunk == keys // kinds.chunk)
+        mask = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=device)
+        masks[kind] = mask.masked_fill_(to_device(allowed, torch.bool, device), 0)[:, None]
+    return masks if len(masks) > 1 else masks[kinds.kinds[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class AlibiBias:
+    """The attention bias of ALiBi models (Bloom, Falcon, MPT), by position.
+
+    These models count keys by cache column, but in a tree step a row's column is not its position. During a pass,
+    module pre-hooks replace the bias of each block with the values at the keys' positions.
+
+    Attributes:
+        name: the name of the blocks' argument with the bias: ``alibi``, or ``position_bias`` (MPT; no batch axis).
+        blocks: the modules with that argument.
+        heads, head_size: number of attention heads, and their size.
+    """
+
+    name: str
+    blocks: list[nn.Module]
+    heads: int
+    head_size: int
+
+    @property
+    def one_sequence_only(self) -> bool:
+        """Whether a pass can hold only one sequence, because the bias has no batch axis."""
+        return self.name == "position_bias"
+
+    @classmethod
+    def of(cls, model: nn.Module, config: Any) -> AlibiBias | None:
+        """The bias of a model; None if it has none."""
+        if getattr(config, "alibi", True) is False:  # Falcon with rotary positions
+            return None
+        for name in ("alibi", "position_bias"):
+            lists = [child for child in model.modules() if isinstance(child, nn.ModuleList)]
+            layers = itertools.chain.from_iterable(lists)
+            blocks = [block for block in layers if name in inspect.signature(block.forward).parameters]
+            if blocks:
+                heads = config.num_attention_heads
+                return cls(name, blocks, heads, config.hidden_size // heads)
+        return None
+
+    @contextmanager
+    def at(self, mask: torch.Tensor, keys: torch.Tensor) -> Iterator[None]:
+        """A context in which blocks use this additive mask (B, 1, Q, width) and these key positions (B, width)."""
+        batch, width = keys.shape
+        keys = keys.to(mask.device)
+        thread = get_ident()
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if get_ident() != thread:  # another thread may run a pass on the same model
+                return args, kwargs
+            kwargs = dict(kwargs)
+            if self.one_sequence_only:
+                table = kwargs[self.name]  # (heads, 1, longest), by distance to the last key
+                kwargs[self.name] = table[:, :, -width:][:, :, keys[0]]
+                kwargs["attention_mask"] = mask < 0
+                return args, kwargs
+            table = kwargs[self.name].reshape(batch, self.heads, 1, -1)
+            bias = table.gather(3, keys[:, None, None].expand(batch, self.heads, 1, width))
+            if kwargs[self.name].dim() == 3:  # Bloom: (B * heads, 1, width); the mask is separate
+                kwargs[self.name] = bias.reshape(batch * self.heads, 1, width)
+                kwargs["attention_mask"] = mask
+            else:  # Falcon: (B, heads, 1, width), and again inside the mask
+                kwargs[self.name] = bias
+                scaled = bias * (1 / math.sqrt(self.head_size))
+                kwargs["attention_mask"] = scaled.masked_fill(mask < 0, torch.finfo(mask.dtype).min)
+            return args, kwargs
+
+        with ExitStack() as stack:
+            for block in self.blocks:
+                stack.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))
+            yield

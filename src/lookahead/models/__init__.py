@@ -1,1 +1,0 @@
-"""Model files: GGUF headers and tensors, tokenizers, and the parts of each model family."""

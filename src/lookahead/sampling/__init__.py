@@ -1,0 +1,1 @@
+"""Choosing tokens: noise, the chooser and logits processors."""

@@ -1,1 +1,0 @@
-"""Model adapters: how each kind of model evaluates a token tree."""

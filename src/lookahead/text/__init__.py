@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizers, prompts, and tokens back to text."""
