@@ -1,0 +1,77 @@
+"""The requests and the filter of ``benchmarks.corpus``. Its models are not run here."""
+
+import json
+import lzma
+import re
+from itertools import islice
+
+import pytest
+
+from benchmarks.corpus.pack import kept, pack, without_loop
+from benchmarks.corpus.requests import KINDS, LISTS, asks
+from benchmarks.corpus.write import read
+
+
+@pytest.mark.parametrize("writer", ["smollm2", "qwen"])
+def test_requests_are_complete_and_different(writer: str) -> None:
+    first = list(islice(asks(writer), 3000))
+    assert first == list(islice(asks(writer), 3000))
+    assert len({ask.text for ask in first}) == 3000
+    assert {ask.kind for ask in first} == {name for name, kind in KINDS.items() if kind["weights"][writer]}
+
+
+def test_every_field_has_a_list() -> None:
+    fields = {
+        name for kind in KINDS.values() for frame in kind["frames"] for name in re.findall(r"{(\w+)}", frame)
+    }
+    assert fields == {*LISTS, "a", "b", "c"}
+
+
+def text(number: int, answer: str) -> dict[str, object]:
+    return {
+        "writer": "smollm2",
+        "number": number,
+        "kind": "explain",
+        "tokens": 9,
+        "answer": answer,
+        "end": "stop",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("A list: one and two, one and two, one and two, one", "A list: one and two,"),
+        ("Two of these lines. Two of these lines.", "Two of these lines. Two of these lines."),
+        ("And then...", "And then..."),
+        ("", ""),
+    ],
+)
+def test_an_ending_that_repeats_is_kept_once(given: str, expected: str) -> None:
+    assert without_loop(given) == expected
+
+
+def test_repeated_and_damaged_answers_are_dropped(tmp_path) -> None:
+    bees = (
+        "Bees live in hives and collect nectar from the flowers of many meadows, which they turn into honey."
+    )
+    tides = "The tides follow the moon, because its gravity pulls more on the near side of the sea than on the far."
+    texts = [
+        text(5, tides),
+        text(2, bees),
+        text(3, bees + " That is all."),
+        text(4, tides + "\ufffd"),
+        text(6, "Too short."),
+        text(7, "".join(f"{i} green bottles on the wall. " for i in range(40))),
+    ]
+    chosen = list(kept(texts))
+    assert [found["number"] for found in chosen] == [2, 5]
+    assert all("end" not in found for found in chosen)
+
+    # The packed file does not depend on the order, and is read again.
+    file = tmp_path / "corpus.jsonl.xz"
+    file.write_bytes(pack(chosen))
+    assert pack(reversed(chosen)) == file.read_bytes()
+    assert (
+        read(file) == [json.loads(line) for line in lzma.decompress(file.read_bytes()).splitlines()] == chosen
+    )
