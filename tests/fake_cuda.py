@@ -1,6 +1,6 @@
 """A CUDA device simulated on the CPU: streams, graphs, memory, blocking operations, and a log of calls.
 
-``FakeCuda(monkeypatch)`` replaces the parts of ``torch.cuda`` that ``lookahead.targets`` calls. Tensors stay
+``FakeCuda(monkeypatch)`` replaces the parts of ``torch.cuda`` that ``lookahead.hf`` calls. Tensors stay
 on the CPU and are computed at once, so results are correct; the log shows the order in which a device would
 have received the work. A graph records its capture's operations with their tensors and a replay runs them
 again, so decisions that Python made during the capture stay fixed, as on a device.
@@ -79,7 +79,7 @@ class FakeCuda:
         monkeypatch.setattr(paths, "on_gpu", lambda model: True)
         # Patch every module that calls is_gpu.
         for module in ("cuda", "cuda_graphs", "graph_store"):
-            monkeypatch.setattr(f"lookahead.targets.{module}.is_gpu", lambda device: True)
+            monkeypatch.setattr(f"lookahead.hf.{module}.is_gpu", lambda device: True)
 
     def note(self, what, *others):
         self.log.append((what, self.current.name, *others))

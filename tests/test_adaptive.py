@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lookahead.sampling.choose.choose import SeededNoise, make_choose
 
 from lookahead.core import Request, SettingsError, Start, TokenTree
 from lookahead.drafters import Adaptive, Plain, as_drafter
@@ -22,6 +21,7 @@ from lookahead.drafters.adaptive.memory import BUCKET, CORPUS
 from lookahead.drafters.adaptive.sources.suffix import SuffixTrie, child, end_of, follow, match
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.hf.paths import make_target
+from lookahead.sampling.choose import SeededNoise, make_choose
 from lookahead.testing import FakeTarget, repetitive_text, run, tiny_model
 
 PROMPTS = [[1, 2, 3] * 5, [4], [3, 1, 4, 1, 5, 2, 6, 5, 3, 5]]

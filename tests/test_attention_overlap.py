@@ -4,11 +4,11 @@ from typing import ClassVar
 
 import pytest
 import torch
-from lookahead.sampling.choose.choose import SeededNoise, make_choose
 
 from lookahead.core import Request, greedy
 from lookahead.drafters import Lookahead, Plain
 from lookahead.drafters.lookahead import LookaheadDraftState
+from lookahead.sampling.choose import SeededNoise, make_choose
 from lookahead.testing import FakeTarget, run
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 3, 4], [5, 6, 7, 8, 1, 2, 3]]

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from lookahead.sampling.choose.choose import Temperature
 
 from lookahead import light_head
 from lookahead.core import Request, SettingsError
@@ -19,6 +18,7 @@ from lookahead.drafters.adaptive.sources import base_table
 from lookahead.drafters.adaptive.sources.base_table import ABSENT, NO_TRIE, STEP, open_table, save_table
 from lookahead.learning.table import LEAST, SHORTER, WIDTH, Places, build, count_kinds, levels_of, trie_of
 from lookahead.learning.text_parts import Text
+from lookahead.sampling.choose import Temperature
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, repetitive_text, run
 
 V = 70_000  # needs more than 16 bits
@@ -302,9 +302,8 @@ def test_the_comparison_finds_a_wrong_text(own_table, accept_a_wrong_node):
 
 
 def test_sampled_texts_with_a_table_are_those_of_plain_decoding(own_table):
-    from lookahead.sampling.choose.choose import SeededNoise, make_choose
-
     from lookahead.hf.paths import make_target
+    from lookahead.sampling.choose import SeededNoise, make_choose
     from lookahead.testing import tiny_model
 
     model = tiny_model(vocab_size=32)

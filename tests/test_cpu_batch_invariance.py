@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lookahead.sampling.choose.choose import SeededNoise, make_choose
 from numba import cfunc, njit, types
 
 from lookahead.core import TokenTree
@@ -41,6 +40,7 @@ from lookahead.cpu.target import CpuTarget
 from lookahead.hf.logits import LogitsBatch
 from lookahead.hf.module_families import blueprint_of
 from lookahead.hf.paths import make_target
+from lookahead.sampling.choose import SeededNoise, make_choose
 from lookahead.testing import assert_same_as_autoregressive
 from test_cpu_target import FAMILIES, VOCABULARY, of_capacity, prompt, tiny
 

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from lookahead.sampling.choose.top import top_of_rows
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
@@ -30,6 +29,7 @@ from lookahead.drafters import Plain
 from lookahead.hf.facts import ModelFacts
 from lookahead.hf.module_families import REGISTRY, Spec, register, spec_of
 from lookahead.hf.paths import make_target
+from lookahead.sampling.top import top_of_rows
 from lookahead.testing import assert_same_as_autoregressive, run, tiny_model
 
 VOCABULARY = 97

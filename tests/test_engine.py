@@ -20,7 +20,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lookahead.sampling.choose.processors import make_process
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -33,6 +32,7 @@ from lookahead.core import NumericalError, OutOfMemory, SettingsError
 from lookahead.drafters import METHODS, Adaptive, Jacobi, Lookahead
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.options import BatchKeywords, BatchOptions, Keywords, LoadOptions, Options
+from lookahead.sampling.processors import make_process
 from lookahead.text.decoder import TextDecoder, split_stops
 from test_gguf import KIND, write
 from toy import VOCABULARY, tokenizer

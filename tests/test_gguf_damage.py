@@ -381,7 +381,7 @@ def test_a_damaged_file_is_refused_or_decodes():
 def test_the_fuzzer_finds_what_is_not_checked(whole, tmp_path):
     """Without the checks, such files decode nonsense, end in a traceback, or exhaust memory."""
     unchecked = (
-        "from lookahead.models import gguf_sizes as sizes; "
+        "from lookahead.gguf import sizes; "
         "sizes._check_tensors = lambda *_: None; "
         "sizes._check_layers = lambda file, architecture: file.metadata[f'{architecture}.block_count']"
     )

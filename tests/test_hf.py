@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from lookahead.sampling.choose.choose import GeneratorNoise, RowNoise
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -27,6 +26,7 @@ from lookahead import Adaptive, Lookahead, NGramPool
 from lookahead.core import SettingsError
 from lookahead.hf import batch_sequence, generate, refusals
 from lookahead.hf.paths import make_target
+from lookahead.sampling.choose import GeneratorNoise, RowNoise
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from lookahead.sampling.choose.processors import _bad_words
 
 from lookahead.core import SettingsError
+from lookahead.sampling.processors import _bad_words
 from lookahead.text.prompts import encode
 from toy import VOCABULARY, tokenizer
 

@@ -492,7 +492,7 @@ for name in sys.argv[1:]:
     import_module(name)
 import lookahead
 from lookahead.drafters.adaptive import measure
-from lookahead.targets.paths import make_target
+from lookahead.hf.paths import make_target
 measure.measure = partial(measure.measure, patience=0.0)
 lookahead.load().generate("Hello", max_new_tokens=4)
 llm = lookahead.load("tiny", dtype="float32")
@@ -520,7 +520,7 @@ def test_pages_do_not_use_the_code_on_which_they_do_not_depend():
     assert not done.returncode, done.stderr
     files = done.stdout.partition("FILES ")[2].split()
     used = {str(Path(file).relative_to(results.ROOT)) for file in files}
-    assert "src/lookahead/targets/graph_store.py" in used, "exact mode uses it on a CPU"
+    assert "src/lookahead/hf/graph_store.py" in used, "exact mode uses it on a CPU"
     # The commands import the settings that their options come from.
     settings = {"server": "settings.py", "learning": "train_settings.py"}
     imported = {f"src/lookahead/{package}/__init__.py" for package in settings}

@@ -8,25 +8,25 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lookahead.sampling.choose.choose import (
-    Chooser,
-    SeededNoise,
-    Temperature,
-    gumbel,
-    key_of,
-    make_choose,
-    start_of,
-)
-from lookahead.sampling.choose.draws import GROUP, gumbel_of
-from lookahead.sampling.choose.processors import make_process
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lookahead.core import NumericalError, SettingsError, greedy
 from lookahead.hf.logits import HostLogits, LogitsBatch, LogitsRows
 from lookahead.jit import entry
 from lookahead.options import Options
+from lookahead.sampling.choose import (
+    Chooser,
+    SeededNoise,
+    Temperature,
+    draws,
+    gumbel,
+    key_of,
+    make_choose,
+    start_of,
+)
 from lookahead.sampling.choose import choose as sampling
-from lookahead.sampling.choose import draws
+from lookahead.sampling.draws import GROUP, gumbel_of
+from lookahead.sampling.processors import make_process
 from lookahead.threads import one_thread
 
 

@@ -19,7 +19,7 @@ from .drafters import Adaptive, Jacobi, Lookahead, NGramPool, Plain, PromptLooku
 if TYPE_CHECKING:
     from .checkpoints import BUNDLED, default_model
     from .drafters.adaptive.state import AdaptiveState
-    from .hf import generate
+    from .hf.custom_generate import generate
     from .llm import LLM
     from .loading import load, refresh
     from .options import Options
@@ -57,7 +57,7 @@ MODULES = {
     "AdaptiveState": "drafters.adaptive.state",
     "Options": "options",
     "default_model": "checkpoints",
-    "generate": "hf",
+    "generate": "hf.custom_generate",
     "load": "loading",
     "refresh": "loading",
 }

@@ -1,5 +1,1 @@
-"""The function for ``model.generate(custom_generate=lookahead.generate)``."""
-
-from .custom_generate import generate
-
-__all__ = ["generate"]
+"""The engine of transformers models, and the function for ``model.generate(custom_generate=lookahead.generate)``."""
