@@ -12,6 +12,7 @@ import httpx
 import uvicorn
 
 from lookahead.server.app import create_app
+from lookahead.server.connections import http_config
 from lookahead.server.settings import Settings
 from lookahead.testing import tiny_model
 from processes import Command
@@ -29,7 +30,7 @@ class Served:
     """A server that runs in a thread.
 
     Attributes:
-        url: its address. app, server, llm: its parts.
+        url: its address. app, server, http, llm: its parts.
     """
 
     def __init__(self, load, **settings):
@@ -38,11 +39,9 @@ class Served:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._http = uvicorn.Server(
-            uvicorn.Config(self.app, log_config=None, access_log=False, lifespan="on")
-        )
+        self.http = uvicorn.Server(http_config(self.app))
         self._thread = threading.Thread(
-            target=self._http.run, kwargs={"sockets": [self._listening]}, daemon=True
+            target=self.http.run, kwargs={"sockets": [self._listening]}, daemon=True
         )
 
     @property
@@ -57,7 +56,7 @@ class Served:
         return self
 
     def stop(self):
-        self._http.should_exit = True
+        self.http.should_exit = True
         self._thread.join(20)
 
     @staticmethod

@@ -767,7 +767,7 @@ def test_a_client_that_goes_away_frees_its_slot(served, monkeypatch):
         engine, "step", lambda: (time.sleep(0.005), step())[1]
     )  # the client leaves before the end
     before = metrics.success.labels("cancelled")._value.get()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: \r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
     for stream in (True, False):
         body = json.dumps({"prompt": PROMPT, "max_tokens": 900, "stream": stream}).encode()
         with socket.create_connection(("127.0.0.1", served.port)) as raw:

@@ -7,6 +7,7 @@ Ray routes requests, passes streams through, restarts dead replicas, and adds re
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
@@ -43,7 +44,7 @@ def build(arguments: dict[str, Any] | None = None) -> Any:
     resources = {
         name: _number(name, float, given.pop(name)) for name in ("num_cpus", "num_gpus") if name in given
     }
-    settings = Settings.read(given)
+    settings = replace(Settings.read(given), host="0.0.0.0")  # Ray's proxy listens, under any name
     # Each replica creates its own application, which is ready once its model is.
     replica = serve.deployment(
         name="lookahead",

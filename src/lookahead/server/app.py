@@ -28,6 +28,7 @@ from ..core import LookaheadError, SettingsError, Update
 from ..llm import LLM
 from ..text.prompts import has_chat_template
 from .api_errors import Refused, error_body, error_response, status_of
+from .connections import http_config
 from .engine_thread import EngineThread
 from .gate import Gate, log_to_stderr
 from .protocol import (
@@ -336,23 +337,14 @@ def serve(settings: Settings, say: Callable[[str], None] = lambda line: None) ->
     host = f"[{settings.host}]" if six else settings.host  # as in a URL
     try:
         family = socket.AF_INET6 if six else socket.AF_INET
-        listening = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+        listening = socket.create_server((settings.host, settings.port), family=family)
     except OSError as error:
         raise SettingsError(
             f"--host and --port must be a free address, got {host}:{settings.port} ({error})"
         ) from None
     app = create_app(settings)
     server: Server = app.state.server
-    # Clients close idle connections after 5 s. With the same limit, the server could close one while a client is
-    # sending.
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="on",
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(settings.shutdown_timeout) + 5,
-    )
+    config = http_config(app, timeout_graceful_shutdown=int(settings.shutdown_timeout) + 5)
     http = _Uvicorn(config, server.loop, settings.shutdown_timeout)
     server.failed = lambda: setattr(http, "should_exit", True)
     server.say = say

@@ -1,12 +1,14 @@
-"""Middleware for every HTTP request: request id, API key, body size limit, and a log line at the end."""
+"""Middleware for every HTTP request: request id, host name, API key, body size limit, and a log line at the end."""
 
 from __future__ import annotations
 
 import hmac
 import json
 import logging
+import re
 import uuid
 from collections.abc import Callable
+from ipaddress import ip_address
 from time import monotonic, time
 from typing import Any
 
@@ -48,6 +50,10 @@ class Gate:
         self._metrics = metrics
         self._not_ready = refusal
         self._routes = routes
+        #: Host names that requests may give; None for all.
+        self._hosts: set[str] | None = None
+        if settings.allowed_host is not None or _is_local(settings.host):
+            self._hosts = {name.lower() for name in [settings.host, *(settings.allowed_host or [])]}
         key = settings.api_key
         self._key = b"Bearer " + key.encode() if key is not None else None
 
@@ -104,6 +110,14 @@ class Gate:
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Response | None:
         """The response that rejects a request, decided without reading its body; None to accept it."""
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self._hosts is not None and host and not self._is_allowed(host):
+            return error_response(
+                f"this server does not answer to the host name {host!r:.80}; use its address, or start it with "
+                "--allowed-host",
+                400,
+                "wrong_host",
+            )
         if path in OPEN:
             return None
         given = headers.get(b"authorization", b"")
@@ -118,6 +132,27 @@ class Gate:
             return error_response(str(error), error.status, error.code, retry_after=error.retry_after)
         return None
 
+    def _is_allowed(self, host: str) -> bool:
+        """Whether a Host header names this server.
+
+        A web page of another site can reach a local server under the site's own name (DNS rebinding), but not under
+        an address or as localhost.
+        """
+        assert self._hosts is not None
+        name = re.sub(r":\d*$", "", host).strip("[]").rstrip(".").lower()
+        return _is_address(name) or name == "localhost" or name in self._hosts or "*" in self._hosts
+
+
+def _is_address(name: str) -> bool:
+    try:
+        return bool(ip_address(name))
+    except ValueError:
+        return False
+
+
+def _is_local(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
+
 
 class JsonLines(logging.Formatter):
     """One JSON object per line: time, level, event, and the fields of the record."""
@@ -131,10 +166,12 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Write the log lines of this server and of uvicorn as JSON to stderr."""
+    """Write the log lines of this server, uvicorn and asyncio, and Python's warnings, as JSON to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
-    for name, level in (("lookahead.server", logging.INFO), ("uvicorn", logging.WARNING)):
+    logging.captureWarnings(True)
+    others = [(name, logging.WARNING) for name in ("uvicorn", "asyncio", "py.warnings")]
+    for name, level in (("lookahead.server", logging.INFO), *others):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False

@@ -56,6 +56,12 @@ class Settings(MachineOptions, DrafterOptions):
     )
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", HOST, common=True)
     port: int = option(8000, "Port to listen on; 0 for a free one.", at_least(0, 65535), common=True)
+    allowed_host: Sequence[str] | None = option(
+        None,
+        "A host name under which clients reach the server, or * for any; addresses and localhost always work. "
+        "By default, a server on a loopback address answers to no other name, and others answer to all.",
+        kind=list[str],
+    )
     api_key: str | None = option(
         None, "API key required in every request; by default none.", KEY, secret=True, common=True
     )
