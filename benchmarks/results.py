@@ -35,7 +35,7 @@ from lookahead.bench.report import page_of
 from lookahead.cli.bench import command_line
 from lookahead.core import SettingsError
 
-from . import gpu_model, listed, quoted, readme
+from . import listed, quoted, readme
 from .convert_gguf import BY_LLAMA_CPP, BY_NNCF, convert, export
 from .datasets import SETS
 from .llamacpp_examples import MODES, SERVER
@@ -113,6 +113,7 @@ USED_BY = {
                 "demo_prompts/*",
                 "doctor.py",
                 "generate.py",
+                "batch.py",
                 "learn_table.py",
                 "show.py",
                 "trace.html",
@@ -661,7 +662,7 @@ def main(words: Sequence[str] | None = None) -> int | str:
         text, facts = side_by_side(page.name)
         page.with_suffix(".md").write_text(text, encoding="utf-8")
         page.with_suffix(".json").write_text(facts, encoding="utf-8")
-    for quoting in (readme, listed, quoted, gpu_model):
+    for quoting in (readme, listed, quoted):
         quoting.write()
     return f"error: {' and '.join(failed)} failed; the same command continues" if failed else 0
 

@@ -798,15 +798,22 @@ def check_scaling(machine: Machine) -> None:
 # ---- memory
 
 
+def cache_bytes(shapes: Any, itemsize: int, sequences: int, tokens: int, capacity: int) -> int:
+    """Bytes of the cache for sequences of at most ``tokens`` tokens; slots and capacity grow by doubling."""
+    slots = 1 << (sequences - 1).bit_length()
+    capacity = max(capacity, 1 << (tokens - 1).bit_length())
+    return sum(s[0] * (s[1] + s[2]) for s in shapes if s is not None) * itemsize * slots * capacity
+
+
 def check_memory(machine: Machine) -> None:
     """Measure the memory of the cache and of captured passes, by sequences and context.
 
     The size of the cache must be the one computed from its shapes.
     """
-    from benchmarks.gpu_model import cache_bytes
     from lookahead.hf import attention
     from lookahead.hf.attention_hook import TreeAttention
     from lookahead.hf.cuda_graphs import CudaGraphTarget
+    from lookahead.hf.graph_store import CAPACITY
 
     llm = load_llm(machine)
     facts = llm.probe.facts
@@ -826,7 +833,7 @@ def check_memory(machine: Machine) -> None:
                 target.forward(trees)
 
             # Report the sizes.
-            expected = cache_bytes(facts.shapes, facts.dtype.itemsize, sequences, context + 64)
+            expected = cache_bytes(facts.shapes, facts.dtype.itemsize, sequences, context + 64, CAPACITY)
             graphs = sum(one.bytes for one in target.passes.values())
             row(
                 f"Memory of {llm.name} in {llm.dtype}",

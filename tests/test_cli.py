@@ -494,7 +494,7 @@ def test_batch_to_stdout_with_compare(model, tmp_path):
 
 def test_a_file_with_texts_that_differ_is_reported_in_red(model, tmp_path, accept_a_wrong_node, monkeypatch):
     notes = []
-    monkeypatch.setattr(sys.modules["lookahead.cli.generate"], "note", lambda *given: notes.append(given))
+    monkeypatch.setattr(sys.modules["lookahead.cli.batch"], "note", lambda *given: notes.append(given))
     source = prompts(tmp_path / "in.jsonl", {"id": 1, "prompt": PROMPT})
     words = ("--ignore-eos", "--compare", "--drafter", "5,4,7")
     assert call("generate", model, "--input", source, *words)[0] == 1

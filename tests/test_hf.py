@@ -24,7 +24,8 @@ from families import tiny_model
 from learned import with_free_head
 from lookahead import Adaptive, Lookahead, NGramPool
 from lookahead.core import SettingsError
-from lookahead.hf import batch_sequence, generate, refusals
+from lookahead.hf import batch_sequence, refusals
+from lookahead.hf.custom_generate import generate
 from lookahead.hf.paths import make_target
 from lookahead.sampling.choose import GeneratorNoise, RowNoise
 

@@ -680,7 +680,7 @@ def test_records_that_were_edited_are_refused_in_one_line(tmp_path, monkeypatch)
     path = tmp_path / "study.jsonl.gz"
     results.committed.write(path, {"command": "c"}, [{"commit": "a" * 12}])
     path.write_bytes(path.read_bytes() + b" ")
-    for quoting in (readme, listed, results.quoted, results.gpu_model):
+    for quoting in (readme, listed, results.quoted):
         monkeypatch.setattr(quoting, "write", lambda: results.committed.read(path))
     said = results.program(["--readme"])
     assert said.startswith(f"error: {path} is not the file that was measured")
@@ -716,7 +716,7 @@ def test_what_ends_a_run_is_one_line_and_the_next_run_makes_the_rest(
     planned = [results.Step(name, ("-m", f"benchmarks.{name}"), 1) for name in ("dynamics", "serve", "step")]
     monkeypatch.setattr(results.Step, "run", run)
     monkeypatch.setattr(results, "require_quiet", lambda: None)
-    for quoting in (readme, listed, results.quoted, results.gpu_model):
+    for quoting in (readme, listed, results.quoted):
         monkeypatch.setattr(quoting, "write", lambda: None)
     words = ["--data", str(tmp_path)]
     assert says in str(results.program(words))

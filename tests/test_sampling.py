@@ -14,17 +14,17 @@ from lookahead.core import NumericalError, SettingsError, greedy
 from lookahead.hf.logits import HostLogits, LogitsBatch, LogitsRows
 from lookahead.jit import entry
 from lookahead.options import Options
+from lookahead.sampling import choose as sampling
+from lookahead.sampling import draws
 from lookahead.sampling.choose import (
     Chooser,
     SeededNoise,
     Temperature,
-    draws,
     gumbel,
     key_of,
     make_choose,
     start_of,
 )
-from lookahead.sampling.choose import choose as sampling
 from lookahead.sampling.draws import GROUP, gumbel_of
 from lookahead.sampling.processors import make_process
 from lookahead.threads import one_thread
