@@ -16,11 +16,11 @@ from typing import Any
 
 import lookahead
 from lookahead.bench.record import environment
-from lookahead.bench.report import markdown_table
 from lookahead.core import LookaheadError, SettingsError
 
 from .datasets import find_file
 from .page import write_page
+from .report import markdown_table
 
 METHODS = ("plain", "adaptive")
 #: Matches the last number of an answer.

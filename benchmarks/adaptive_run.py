@@ -21,15 +21,15 @@ from typing import Any
 
 import lookahead
 from lookahead.admission import Admission
-from lookahead.bench.plots import COLOURS, new_figure, save
 from lookahead.bench.record import describe, environment
-from lookahead.cli.bench import command_line
 from lookahead.core import Drafter, DraftState, Engine, Request, Start, TokenTree
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.draft_state import AdaptiveDraftState
 from lookahead.sampling.choose import SeededNoise, make_choose
 
 from .datasets import load_workload
+from .plots import COLOURS, new_figure, save
+from .report import command_line
 
 WORKLOADS = {"code": "humaneval", "maths": "gsm8k"}
 #: Lower bounds of the bins of estimated probability.

@@ -26,10 +26,7 @@ from typing import Any
 import lookahead
 from lookahead.bench import ModelUnderTest, RunOptions
 from lookahead.bench.methods import Outcome, make_request, timed_decode
-from lookahead.bench.plots import COLOURS, new_figure, save
 from lookahead.bench.record import describe, environment
-from lookahead.bench.report import markdown_table
-from lookahead.cli.bench import command_line
 from lookahead.core import Drafter, Stats
 from lookahead.drafters import Adaptive, Lookahead, NGramPool, Plain, PromptLookup
 from lookahead.drafters.adaptive.settings import DEFAULT_SOURCES
@@ -38,6 +35,8 @@ from lookahead.drafters.adaptive.state import AdaptiveState
 from .datasets import load_workload
 from .page import write_page
 from .peers import make_methods
+from .plots import COLOURS, new_figure, save
+from .report import command_line, markdown_table
 
 WORKLOADS = {"code": "humaneval", "maths": "gsm8k"}
 PAPER = (15, 5, 15)

@@ -25,12 +25,12 @@ import lookahead
 from lookahead.bench import ModelUnderTest, RunOptions
 from lookahead.bench.methods import PLAIN, make_request
 from lookahead.bench.record import environment
-from lookahead.bench.report import markdown_table
 from lookahead.core import Engine, LookaheadError
 from lookahead.drafters import as_drafter
 
 from .datasets import load_workload
 from .page import write_page
+from .report import markdown_table
 
 WORKLOADS = ("humaneval", "gsm8k", "mbpp", "classeval", "mt-bench", "spec-bench")
 METHODS = (PLAIN, "adaptive")

@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import lookahead
-from lookahead.bench.report import markdown_table
 from lookahead.core import Drafter
 from lookahead.drafters import Adaptive, PromptLookup
 from lookahead.drafters.adaptive.settings import SOURCES
 from lookahead.drafters.adaptive.state import AdaptiveState
 
 from .datasets import SETS, load_workload
+from .report import markdown_table
 
 #: Rows of a tree, and of the longest chain.
 ROWS = 64

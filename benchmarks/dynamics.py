@@ -19,11 +19,11 @@ from typing import Any
 import lookahead
 from lookahead import Jacobi, Lookahead
 from lookahead.bench.record import environment
-from lookahead.bench.report import markdown_table
 
 from . import batch_size
 from .datasets import load_workload
 from .page import write_page
+from .report import markdown_table
 
 SETS = ("humaneval", "mbpp", "gsm8k", "classeval", "mt-bench", "spec-bench")
 #: Emitted tokens after which the pool is counted.

@@ -31,7 +31,6 @@ import lookahead
 from benchmarks.step import build
 from lookahead import LLM
 from lookahead.bench.record import commit, environment, key_of, require_one_origin
-from lookahead.bench.report import markdown_table
 from lookahead.bench.workloads import stdlib_prompts
 from lookahead.core import first_divergence
 from lookahead.drafters import Adaptive, as_drafter
@@ -39,6 +38,7 @@ from lookahead.hf.paths import make_target
 from lookahead.records import RecordWriter, read_records
 
 from .page import write_page
+from .report import markdown_table
 
 #: Greedy, and sampled with a seed.
 TEMPERATURES = (0.0, 0.8)

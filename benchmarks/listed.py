@@ -11,9 +11,8 @@ import os
 import re
 from pathlib import Path
 
-from lookahead.bench.report import markdown_table
-
 from .blocks import made, with_block
+from .report import markdown_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"

@@ -26,8 +26,6 @@ from typing import Any
 import lookahead
 from lookahead.bench.methods import RunOptions
 from lookahead.bench.record import Record, environment
-from lookahead.bench.report import markdown_table
-from lookahead.cli.bench import command_line
 from lookahead.core import SettingsError
 
 from .datasets import load_workload
@@ -35,6 +33,7 @@ from .llamacpp_build import build_of
 from .llamacpp_server import answers, steps_of
 from .page import write_page
 from .paper import committed
+from .report import command_line, markdown_table
 from .servers import exit_on_signals
 
 #: What we measure on llama.cpp. The triple is the one compiled into llama-lookahead.

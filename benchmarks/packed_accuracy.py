@@ -25,13 +25,13 @@ import numpy as np
 
 import lookahead
 from lookahead.bench.record import environment
-from lookahead.bench.report import markdown_table
 from lookahead.core import LookaheadError
 from lookahead.cpu.execution_plan import Segment
 from lookahead.hf.paths import make_target
 
 from .datasets import load_workload
 from .page import write_page
+from .report import markdown_table
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 WORKLOADS = ("humaneval", "gsm8k", "mt-bench", "spec-bench")

@@ -32,12 +32,12 @@ from gguf import GGUFReader, GGUFWriter
 
 import lookahead
 from lookahead.bench.record import environment
-from lookahead.bench.report import markdown_table
 from lookahead.checkpoints import default_model
 from lookahead.core import TokenTree
 
 from .convert_gguf import convert
 from .page import write_page
+from .report import markdown_table
 from .step import SHAPES, read_bandwidth, sample_tree
 
 OWN = "own"

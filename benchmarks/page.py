@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from lookahead.bench.record import describe, was_busy
-from lookahead.cli.bench import command_line
 from lookahead.core import SettingsError
 
 from .quiet import machine_text, processor
+from .report import command_line
 
 #: Letters of measured pages, and what they stand for.
 LETTERS = {

@@ -27,9 +27,9 @@ from typing import Any
 
 import lookahead
 from lookahead.bench.record import environment
-from lookahead.bench.report import markdown_table
 
 from .page import write_page
+from .report import markdown_table
 
 ASK = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{}```"
 #: Limit on the wall-clock time, and on the CPU time, of a test process.

@@ -13,10 +13,11 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
-from lookahead.bench.report import figures, markdown_table, plain_of
+from lookahead.bench.report import figures, plain_of
 
 from .blocks import made, with_block
 from .paper import committed
+from .report import markdown_table
 
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS = DOCS / "results"

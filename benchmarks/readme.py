@@ -13,12 +13,12 @@ from typing import Any
 
 from lookahead.bench.methods import PLAIN
 from lookahead.bench.record import Record
-from lookahead.bench.report import markdown_table
 
 from . import quoted, startup
 from .blocks import made, with_block
 from .llamacpp_server import LLAMA_SERVER
 from .paper import committed
+from .report import markdown_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"

@@ -31,8 +31,6 @@ from typing import Any
 
 from lookahead.bench import Records
 from lookahead.bench.record import commit, describe_machine, machine
-from lookahead.bench.report import page_of
-from lookahead.cli.bench import command_line
 from lookahead.core import SettingsError
 
 from . import listed, quoted, readme
@@ -42,6 +40,7 @@ from .llamacpp_examples import MODES, SERVER
 from .llamacpp_server import LLAMA_SERVER
 from .paper import committed
 from .quiet import machine_text, processor, require_quiet
+from .report import command_line, page_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS, RECORDS = ROOT / "docs" / "results", ROOT / "build" / "results"

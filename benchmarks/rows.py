@@ -20,8 +20,6 @@ from typing import Any
 
 import lookahead
 from lookahead.bench.record import environment
-from lookahead.bench.report import markdown_table
-from lookahead.cli.bench import command_line
 from lookahead.core import Drafter
 from lookahead.drafters import Adaptive, Plain
 from lookahead.records import RecordWriter, finite, read_records
@@ -30,6 +28,7 @@ from .datasets import load_workload
 from .page import write_page
 from .paper import committed
 from .quiet import processor, require_quiet
+from .report import command_line, markdown_table
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 import fit_priors

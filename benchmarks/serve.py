@@ -30,7 +30,6 @@ import httpx
 from lookahead.bench.methods import PLAIN
 from lookahead.bench.record import Record, describe, environment, machine, was_busy
 from lookahead.bench.workloads import STDLIB
-from lookahead.cli.bench import command_line
 from lookahead.cli.shared import numbers
 from lookahead.core import LookaheadError, SettingsError
 from lookahead.records import finite
@@ -38,6 +37,7 @@ from lookahead.records import finite
 from .datasets import load_workload
 from .llamacpp_build import build_of
 from .quiet import machine_text, processor
+from .report import command_line
 from .servers import exit_on_signals, running, started_llamacpp
 
 #: Tokens of a slot of llama.cpp's server: the prompts have at most some hundred tokens.

@@ -18,16 +18,15 @@ from typing import Any
 
 from lookahead.bench import ModelUnderTest, Records, RunOptions, load_model, run, split_methods
 from lookahead.bench.methods import Method
-from lookahead.bench.plots import can_draw
-from lookahead.bench.report import write_report
 from lookahead.bench.workloads import Prompt
-from lookahead.cli.bench import NO_PLOTS, command_line
 from lookahead.core import LookaheadError, SettingsError
 
 from .datasets import SOURCES, load_workload
 from .outcomes import MissingPackage
 from .peers import Absent, default_methods, guarded_methods
+from .plots import NO_PLOTS, can_draw
 from .quiet import require_quiet
+from .report import command_line, write_report
 from .servers import exit_on_signals
 
 

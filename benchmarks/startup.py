@@ -24,12 +24,12 @@ from typing import Any
 
 from lookahead import default_model
 from lookahead.bench.record import environment
-from lookahead.bench.report import markdown_table
 from lookahead.core import SettingsError
 
 from .llamacpp_build import build_of
 from .page import write_page
 from .quiet import require_quiet
+from .report import markdown_table
 
 PROMPT = "Name the months of the year."
 #: Tokens emitted for the largest resident set.

@@ -27,11 +27,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lookahead
 from lookahead.bench.record import environment
-from lookahead.bench.report import markdown_table
 from lookahead.core import TokenTree
 from lookahead.hf.paths import make_target
 
 from .page import write_page
+from .report import markdown_table
 
 REAL = "SmolLM2"
 #: hidden, layers, heads, key heads, head size, feed-forward, vocabulary

@@ -32,7 +32,6 @@ from safetensors import safe_open
 import lookahead
 from lookahead.bench.methods import ModelUnderTest, RunOptions
 from lookahead.bench.record import environment, require_one_origin
-from lookahead.bench.report import markdown_table
 from lookahead.core import Drafter, LookaheadError
 from lookahead.drafters import Adaptive, Lookahead, Plain, PromptLookup
 from lookahead.learning.text_parts import Folder
@@ -47,6 +46,7 @@ from .drafters.static_tree import SHAPES, StaticTree
 from .page import write_page
 from .peers import HuggingFace
 from .quiet import require_quiet
+from .report import markdown_table
 from .rows import decode
 
 OPEN = ("writing", "roleplay", "humanities", "stem")

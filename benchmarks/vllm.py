@@ -25,7 +25,6 @@ from transformers import AutoTokenizer
 
 from lookahead.bench import Records
 from lookahead.bench.record import commit, environment, key_of
-from lookahead.bench.report import markdown_table
 from lookahead.cli.shared import numbers
 from lookahead.core import LookaheadError, SettingsError
 from lookahead.drafters.adaptive.settings import SOURCES
@@ -33,6 +32,7 @@ from lookahead.drafters.adaptive.settings import SOURCES
 from .chain_s import table
 from .datasets import SETS, load_workload
 from .page import reason_of, write_page
+from .report import markdown_table
 from .vllm_run import RESULT
 
 PLAIN, NGRAM, OURS = "plain", "ngram", "ours"

@@ -130,7 +130,7 @@ class Page:
 
     def draw(self, part: str) -> None:
         """Draw the figure of a part, if it has one and matplotlib is installed."""
-        from lookahead.bench.plots import can_draw, save
+        from benchmarks.plots import can_draw, save
 
         tables = self.tables.get(part)
         if self.path is None or not tables or part not in FIGURES or not can_draw():
@@ -152,7 +152,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def draw_steps(title: str, rows: Sequence[dict[str, str]]) -> Any:
     """t(k) and its lower bound, by context."""
-    from lookahead.bench.plots import colour, label, new_figure, powers_of_two
+    from benchmarks.plots import colour, label, new_figure, powers_of_two
 
     if "floor" not in rows[0]:
         return None
@@ -170,7 +170,7 @@ def draw_steps(title: str, rows: Sequence[dict[str, str]]) -> Any:
 
 def draw_windows(title: str, rows: Sequence[dict[str, str]]) -> Any:
     """S and the speed-up, by W."""
-    from lookahead.bench.plots import colour, label, new_figure, powers_of_two
+    from benchmarks.plots import colour, label, new_figure, powers_of_two
 
     figure, axes = new_figure()
     w = [int(row["W"]) for row in rows]
@@ -184,7 +184,7 @@ def draw_windows(title: str, rows: Sequence[dict[str, str]]) -> Any:
 
 def draw_speeds(title: str, rows: Sequence[dict[str, str]]) -> Any:
     """Tokens per second, by method."""
-    from lookahead.bench.plots import COLOURS, label, new_figure
+    from benchmarks.plots import COLOURS, label, new_figure
 
     figure, axes = new_figure(7.2, 4.6)
     names = [f"{row['method']}, {row['attention']}" for row in rows]

@@ -22,13 +22,14 @@ from benchmarks.llamacpp_server import outcome_of_answer
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import parallel, sampling_quality
 from benchmarks.paper.study import Study
+from benchmarks.report import page_of, write_report
 from benchmarks.spec_bench import rows, write_answers
 from learned import save_table
 from lookahead import LLM
 from lookahead.bench import ModelUnderTest, Prompt, Records, RunOptions, methods, run, summarise
 from lookahead.bench.methods import Method, Outcome, default_methods, make_methods, split_methods
 from lookahead.bench.record import was_busy
-from lookahead.bench.report import page_of, unequal_text, write_report
+from lookahead.bench.report import unequal_text
 from lookahead.bench.run import loop_free
 from lookahead.core import SettingsError, Stats
 from lookahead.drafters import METHODS

@@ -15,6 +15,7 @@ import pytest
 from torch.nn import Module
 
 from benchmarks import llamacpp_examples, results, rows
+from benchmarks import plots as plotting
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import (
     ablation,
@@ -42,7 +43,6 @@ from benchmarks.paper.variants import VariantDrafter
 from benchmarks.quiet import processor
 from lookahead import LLM
 from lookahead.bench import ModelUnderTest, RunOptions
-from lookahead.bench import plots as plotting
 from lookahead.bench.report import plain_of
 from lookahead.core import Request, SettingsError, decode
 from lookahead.drafters import Lookahead, Plain

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import adaptive_run, adaptive_s, listed, readme, results
+from benchmarks.report import page_of, write_report
 from lookahead.bench import ModelUnderTest, Records, RunOptions, run
-from lookahead.bench.report import page_of, write_report
 from lookahead.core import SettingsError
 from lookahead.testing import FakeTarget
 

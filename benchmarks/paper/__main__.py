@@ -10,11 +10,11 @@ from pathlib import Path
 from types import ModuleType
 
 from lookahead.bench import RunOptions, load_model
-from lookahead.bench.plots import can_draw, save
 from lookahead.bench.record import describe
-from lookahead.cli.bench import NO_PLOTS, command_line
 from lookahead.core import LookaheadError, SettingsError
 
+from ..plots import NO_PLOTS, can_draw, save
+from ..report import command_line
 from ..servers import exit_on_signals
 from . import __doc__ as about
 from . import committed, settings

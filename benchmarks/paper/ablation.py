@@ -8,10 +8,10 @@ from math import nan
 from typing import Any
 
 from lookahead.bench.methods import PLAIN
-from lookahead.bench.plots import COLOURS, label, new_figure
 from lookahead.bench.record import Record
 from lookahead.bench.report import Figures, figures, number, plain_of
 
+from ..plots import COLOURS, label, new_figure
 from .committed import Head
 from .intervals import differ, drawn_ratios, interval
 from .study import (

@@ -16,13 +16,13 @@ from typing import Any
 from torch.nn import Module
 
 from lookahead.bench.methods import Drafted, ModelUnderTest, Outcome, RunOptions, load_model
-from lookahead.bench.plots import COLOURS, label, new_figure
 from lookahead.bench.record import Record
 from lookahead.bench.report import figures, number
 from lookahead.core import Drafter, Target
 from lookahead.drafters import Lookahead
 from lookahead.hf.paths import make_target
 
+from ..plots import COLOURS, label, new_figure
 from .committed import Head
 from .intervals import differ, drawn_ratios, interval
 from .study import Page, Study, model_and_machine, only_first_turns

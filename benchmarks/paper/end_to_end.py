@@ -9,12 +9,13 @@ from typing import Any
 from torch.nn import Module
 
 from lookahead.bench.methods import PLAIN
-from lookahead.bench.plots import COLOURS, label, new_figure
 from lookahead.bench.record import Record
-from lookahead.bench.report import LEGEND, Line, Summary, markdown, markdown_table, number, summarise
+from lookahead.bench.report import LEGEND, Line, Summary, number, summarise
 from lookahead.bench.workloads import Prompt
 
 from ..datasets import SOURCES, find_file, load_workload
+from ..plots import COLOURS, label, new_figure
+from ..report import markdown, markdown_table
 from .committed import Head
 from .study import Page, Study, descending, in_words, model_and_machine
 

@@ -22,9 +22,8 @@ from time import perf_counter
 from typing import Any
 
 from lookahead.bench.methods import Drafted, ModelUnderTest, Outcome, RunOptions, make_request
-from lookahead.bench.plots import colour, label, new_figure, powers_of_two
 from lookahead.bench.record import Record
-from lookahead.bench.report import markdown_table, number
+from lookahead.bench.report import number
 from lookahead.core import Request, Stats, Target, TokenTree, decode
 from lookahead.drafters import Lookahead, as_drafter
 from lookahead.drafters.adaptive.measure import measure as measure_steps
@@ -32,6 +31,8 @@ from lookahead.hf.facts import ModelFacts
 from lookahead.parallel.shard import shard
 from lookahead.parallel.wire import FRAME, Link
 
+from ..plots import colour, label, new_figure, powers_of_two
+from ..report import markdown_table
 from .committed import Head
 from .study import Page, Study, model_and_machine, only_first_turns
 

@@ -18,13 +18,13 @@ from typing import Any
 from torch.nn import Module
 
 from lookahead.bench.methods import PLAIN, Drafted, ModelUnderTest, RunOptions, load_model, make_methods
-from lookahead.bench.plots import COLOURS, label, new_figure
 from lookahead.bench.record import Record, was_busy
 from lookahead.bench.report import figures, number, plain_of
 from lookahead.bench.workloads import Prompt
 from lookahead.core import SettingsError
 
 from ..datasets import find_file, load_workload
+from ..plots import COLOURS, label, new_figure
 from .committed import Head
 from .intervals import drawn_sums, interval
 from .study import Page, Study, in_words, model_and_machine

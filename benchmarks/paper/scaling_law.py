@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from math import nan
 from typing import Any
 
-from lookahead.bench.plots import COLOURS, colour, label, new_figure, powers_of_two
 from lookahead.bench.record import Record, was_busy
-from lookahead.bench.report import figures, markdown_table, number, plain_of
+from lookahead.bench.report import figures, number, plain_of
 from lookahead.core import SettingsError
 from lookahead.drafters import Lookahead
 
+from ..plots import COLOURS, colour, label, new_figure, powers_of_two
+from ..report import markdown_table
 from .committed import Head
 from .intervals import differ, drawn_ratios, interval
 from .study import (

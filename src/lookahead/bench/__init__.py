@@ -1,4 +1,4 @@
-"""Measurement: does drafting pay off here? Methods side by side on the same prompts, step costs, tables and plots.
+"""Measurement: does drafting pay off here? Methods side by side on the same prompts, step costs, tables.
 
     from lookahead.bench import run
     records = run(["lookahead:15,5,15"], ["def fibonacci(n):"])
@@ -9,7 +9,7 @@ The life of a measurement:
     methods.make_methods      a name -> methods that decode prompts and record the cost of each completion
     run.run                   methods interleaved prompt by prompt -> records
     record.Records            one JSON line each, kept across interrupts
-    report                    tables and plots, computed from records
+    report                    figures and a table, computed from records
     step_cost                 the time of a step by its number of rows
 """
 

@@ -1,5 +1,4 @@
-"""Results computed from records: figures by workload and method, as tables on the terminal, in Markdown and as a
-plot.
+"""Results computed from records: figures by workload and method, and a table of them on the terminal.
 
 Definitions, the same for every method:
     rate        tokens after the prefill, divided by the seconds of the steps
@@ -15,13 +14,11 @@ Definitions, the same for every method:
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
@@ -30,10 +27,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..records import finite
 from .methods import PLAIN
-from .plots import COLOURS, label, new_figure, save
-from .record import Record, describe, require_one_origin, was_busy
+from .record import Record, describe, was_busy
 
 NAN = float("nan")
 
@@ -61,6 +56,7 @@ class Figures:
     slower: int = 0  # those that took over 1.02 times as long
     much_slower: int = 0  # over 1.1 times
     worst: float = NAN  # the longest
+    rate_all: float = NAN  # tokens per second over all repeats, of which ``total`` is the ratio
 
 
 @dataclass(slots=True)
@@ -169,6 +165,7 @@ def figures(records: Sequence[Record], plain: dict[tuple[Any, ...], Record]) -> 
         slower=sum(time > 1.02 for time in times),
         much_slower=sum(time > 1.1 for time in times),
         worst=max(times, default=NAN),
+        rate_all=_rate(records),
     )
 
 
@@ -342,25 +339,6 @@ def columns(lines: Sequence[Line]) -> dict[str, Callable[[Line], str]]:
     return {name: text for name, text in COLUMNS.items() if name != OVER_HF or compared}
 
 
-def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
-    """A Markdown table; the first ``texts`` columns are left-aligned, the others right-aligned."""
-    rules = ["---"] * texts + ["---:"] * (len(headings) - texts)
-    return "\n".join("| " + " | ".join(row) + " |" for row in [headings, rules, *rows])
-
-
-def markdown(summary: Summary) -> str:
-    """The lines as a Markdown table, which has room for more columns than a terminal."""
-    cells = columns(summary.lines) | {
-        "tokens": lambda x: str(x.all.tokens),
-        "prompt tokens/s": lambda x: number(x.all.prompt_rate, 0),
-    }
-    rows = [
-        [x.workload, f"`{x.label}`", *(text(x).replace("|", "\\|") for text in cells.values())]
-        for x in [*summary.lines, *summary.totals]
-    ]
-    return markdown_table(["workload", "method", *cells], rows, texts=2)
-
-
 def unequal_text(record: Record) -> str:
     """A line about an unequal completion: its speed, where it diverges, and how close the two logits are there."""
     gap = record["logit_gap"]
@@ -376,45 +354,17 @@ def _terminal_table(title: str, lines: list[Line], width: int) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.padding = (0, 1, 0, 0)
     table.add_column("method", overflow="fold", min_width=min(24, max(len(line.label) for line in lines)))
-    cells = {name: text for name, text in columns(lines).items() if width >= WIDE or name not in LEFT_OUT}
+    # Here tokens/s is over all repeats, so that the speed-up is the ratio of what is shown.
+    shown = columns(lines) | {"tokens/s": lambda x: number(x.all.rate_all, 1)}
+    cells = {name: text for name, text in shown.items() if width >= WIDE or name not in LEFT_OUT}
     for heading in cells:
         folded = re.sub(r" |(?<=[-/])", "\n", heading)
         table.add_column(folded, justify="right", vertical="bottom", no_wrap=True)
     for line in lines:
         style = "red" if line.failed or line.all.equal < line.all.compared else None
-        shown = ["failed" if line.failed and name == "equal" else text(line) for name, text in cells.items()]
-        table.add_row(line.label, *shown, style=style)
+        row = ["failed" if line.failed and name == "equal" else text(line) for name, text in cells.items()]
+        table.add_row(line.label, *row, style=style)
     return table
-
-
-# ---------------------------------------------------------------------------------------------- the report
-
-
-def speeds(summary: Summary) -> Any:
-    """A bar per method and workload, with a line that spans the repeats. Bars with unequal completions are labelled
-    and hatched."""
-    lines = [line for line in summary.lines if not math.isnan(line.all.rate)]
-    several = len({line.workload for line in lines}) > 1
-    names = list(dict.fromkeys(line.label for line in lines))
-    labels = []
-    figure, axes = new_figure(7.0, 1.2 + 0.3 * len(lines))
-    for y, line in enumerate(lines):
-        x = line.all
-        all_equal = line.all.equal == line.all.compared
-        shade = COLOURS[names.index(line.label) % len(COLOURS)]
-        axes.barh(y, x.rate, 0.72, color=shade, edgecolor="white", hatch=None if all_equal else "///")
-        axes.plot([x.rate_low, x.rate_high], [y, y], color="#888888", linewidth=1.2)
-        end = (x.rate_high, y)
-        axes.annotate(f"{x.rate:.0f}", end, (4, 0), textcoords="offset points", va="center", fontsize=8)
-        unequal = "" if all_equal else f", {x.equal} of {x.compared} equal"
-        labels.append(f"{line.workload}: " * several + line.label + unequal)
-    axes.set_yticks(range(len(lines)), labels)
-    axes.set_ylim(len(lines) - 0.4, -0.6)
-    axes.margins(x=0.1)
-    axes.grid(False, axis="y")
-    title = "Speed by method" + ("" if several or not lines else f", {lines[0].workload}")
-    label(axes, title, "tokens per second (line: range over repeats)", legend=False)
-    return figure
 
 
 def notes_of(summary: Summary, records: Sequence[Record]) -> list[str]:
@@ -430,36 +380,8 @@ def notes_of(summary: Summary, records: Sequence[Record]) -> list[str]:
     return [*left_out, *unequal, *filter(None, [was_busy(records)])]
 
 
-def page_of(records: Sequence[Record], command: str) -> tuple[str, dict[str, Any]]:
-    """The report in Markdown without its figure, and its numbers as JSON values.
-
-    Raises:
-        SettingsError: the records come from several machines, commits, dtypes or versions.
-    """
-    require_one_origin(records)
-    summary = summarise(records)
-    where = describe(records[-1])
-    lines = [f"`{command}`", "", f"{where}.", "", LEGEND, "", markdown(summary), ""]
-    facts: dict[str, Any] = {"command": command, "where": where, "busy": was_busy(records)}
-    facts |= {"figures": [line.facts() for line in summary.lines]}
-    facts |= {"totals": [line.facts() for line in summary.totals]}
-    measured = [record for record in records if "skipped" not in record]
-    plain = plain_of(measured)
-    groups: dict[str, list[Record]] = defaultdict(list)
-    for record in measured:
-        groups[record["method"]].append(record)
-    for line in summary.lines:
-        groups.setdefault(line.method, [])  # one that failed on every prompt has no figures
-    facts["overall"] = {name: asdict(figures(group, plain)) for name, group in groups.items()}
-    return "\n".join([*lines, *notes_of(summary, records)]) + "\n", finite(facts)
-
-
-def write_report(records: Sequence[Record], out: Path, command: str, draw: bool = True) -> None:
-    """Print a table per workload; write ``summary.md``, its figures as ``summary.json``, and the plot.
-
-    Args:
-        draw: whether to draw the plot, which needs matplotlib.
-    """
+def show(records: Sequence[Record]) -> None:
+    """Print a table per workload, what the columns mean, and notes."""
     summary = summarise(records)
     console = Console(highlight=False)
     shown = [*summary.lines, *summary.totals]
@@ -467,16 +389,8 @@ def write_report(records: Sequence[Record], out: Path, command: str, draw: bool 
         lines = [line for line in shown if line.workload == workload]
         texts = max(line.all.texts for line in lines)
         console.print(_terminal_table(f"{workload}: {texts} completions per method", lines, console.width))
-    console.print(LEGEND, style="dim", markup=False)
+    console.print(LEGEND.replace("median over repeats", "over all repeats"), style="dim", markup=False)
     failures = [f"{x.workload}: {x.label} failed: {x.failed}" for x in summary.lines if x.failed]
     for note in [*failures, *notes_of(summary, records)]:
         console.print(note, style="red", markup=False, soft_wrap=True)
-    text, facts = page_of(records, command)
-    (out / "summary.md").write_text(text, encoding="utf-8")
-    facts["keys"] = [record["key"] for record in records]  # the folder may have records of other runs
-    (out / "summary.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    drawn = draw and any(record.get("steps") for record in records)
-    if drawn:
-        save(speeds(summary), out / "tokens-per-second", facts["where"])
-    written = "records, summary and plot" if drawn else "records and summary"
-    console.print(f"{facts['where']}\n{written}: {out}", style="dim", markup=False)
+    console.print(describe(records[-1]), style="dim", markup=False)

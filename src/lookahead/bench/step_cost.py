@@ -6,18 +6,18 @@ drafted steps counts.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
+
+from rich import box
+from rich.table import Table
 
 from ..drafters.adaptive.measure import measure as measure_steps
 from ..drafters.adaptive.measure import positions_needed
 from ..records import RecordWriter
 from .methods import ModelUnderTest
-from .plots import colour, label, new_figure, powers_of_two, save
-from .record import Record, describe, environment
-from .report import markdown_table
+from .record import Record, environment
 from .run import Progress
 
 #: Steps of each number of rows; the faster half counts.
@@ -64,38 +64,21 @@ def measure(
     return list(records.values())
 
 
-def write_report(records: Sequence[Record], out: Path, command: str, draw: bool = True) -> str:
-    """Write the records, a page and its plot as ``step-cost.*``. Returns the page without the command.
-
-    Args:
-        draw: whether to draw the plot, which needs matplotlib.
-    """
-    # The records, and a table with each time relative to that of the fewest rows.
+def write_records(records: Sequence[Record], out: Path) -> None:
+    """Write the records as ``step-cost.jsonl``."""
     out.mkdir(parents=True, exist_ok=True)
     with RecordWriter(out / "step-cost.jsonl") as writer:
         for record in records:
             writer.write(record)
-    lines: dict[tuple[str, int], list[Record]] = defaultdict(list)
-    for record in records:
-        lines[record["dtype"], record["context"]].append(record)
-    table = [
-        [dtype, str(context), str(x["rows"]), f"{x['step_ms']:.2f}", f"{x['step_ms'] / xs[0]['step_ms']:.2f}"]
-        for (dtype, context), xs in lines.items()
-        for x in xs
-    ]
-    # The plot, with a line for each dtype and context.
-    where = describe(*records)
-    if draw:
-        plot, axes = new_figure()
-        for index, ((dtype, context), points) in enumerate(lines.items()):
-            k, times = zip(*((point["rows"], point["step_ms"]) for point in points), strict=True)
-            axes.plot(k, times, label=f"{dtype}, context {context}", **colour(index))
-        powers_of_two(axes, sorted({record["rows"] for record in records}))
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, position: f"{value:g}")
-        label(axes, "Step cost", "rows of the step, k", "time of the step, t(k) (ms)")
-        save(plot, out / "step-cost", where)
-    headings = ["dtype", "context", "rows k", "t(k) ms", "over the fewest rows"]
-    page = f"{where}\n\n{markdown_table(headings, table)}\n"
-    (out / "step-cost.md").write_text(f"`{command}`\n\n{page}", encoding="utf-8")
-    return page
+
+
+def table(records: Sequence[Record]) -> Table:
+    """Each time, also relative to that of the fewest rows of its dtype and context."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("dtype", "context", "rows k", "t(k) ms", "over the fewest rows"):
+        shown.add_column(heading, justify="left" if heading == "dtype" else "right")
+    first: dict[tuple[str, int], float] = {}
+    for x in records:
+        ratio = x["step_ms"] / first.setdefault((x["dtype"], x["context"]), x["step_ms"])
+        shown.add_row(x["dtype"], f"{x['context']}", f"{x['rows']}", f"{x['step_ms']:.2f}", f"{ratio:.2f}")
+    return shown

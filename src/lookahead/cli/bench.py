@@ -5,14 +5,13 @@ The first word after ``bench`` is one of the commands below or a model.
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
 
 from ..core import SettingsError
@@ -45,7 +44,7 @@ app = typer.Typer(
     help="Measure decoding methods side by side: is drafting faster here? See also: bench step-cost.",
 )
 
-Out = Annotated[Path, typer.Option(help="Folder for records, tables and plots.", metavar="DIR")]
+Out = Annotated[Path, typer.Option(help="Folder for the records.", metavar="DIR")]
 Steps = Annotated[
     str,
     typer.Option(
@@ -67,7 +66,6 @@ METHOD = (
     f"{', '.join(DRAFTERS)}, or lookahead:W,N,G (window columns, n-gram size, candidates); a list, or repeat. "
     "[default: every method]"
 )
-NO_PLOTS = "no plots, because matplotlib is not installed (pip install matplotlib)"
 
 
 def _load(load: LoadOptions, path: str, **more: Any) -> ModelUnderTest:
@@ -76,31 +74,6 @@ def _load(load: LoadOptions, path: str, **more: Any) -> ModelUnderTest:
 
     quiet()
     return load_model(**(load.keywords() | more), path=path)
-
-
-def command_line(words: list[str] | None = None, program: str = "lookahead") -> str:
-    """The command as typed, for reports, with absolute paths shortened to their last part."""
-    shown = [program]
-    for word in sys.argv[1:] if words is None else words:
-        name, equals, value = word.rpartition("=")
-        short = f"{name}{equals}{Path(value).name}" if value.startswith(("/", "~")) else word
-        shown.append(shlex.quote(short))
-    return " ".join(shown)
-
-
-def check_out(out: Path) -> bool:
-    """Check that results can be written to the folder. Returns whether plots can be drawn; if not, prints a note.
-
-    Raises:
-        SettingsError: the folder cannot be written.
-    """
-    from ..bench import plots
-
-    check_writable(out, f"--out {out}", "give another folder")
-    drawable = plots.can_draw()
-    if not drawable:
-        note(NO_PLOTS)
-    return drawable
 
 
 @contextmanager
@@ -133,9 +106,9 @@ def measure(
 ) -> None:
     """Measure decoding methods on the same prompts: is drafting faster on this machine, with this model?"""
     from ..bench import Records, RunOptions, default_methods, load_workload, make_methods, run, split_methods
-    from ..bench.report import write_report
+    from ..bench.report import show
 
-    draw = check_out(out)
+    check_writable(out, f"--out {out}", "give another folder")
     seed = options.seed or 0
     top_k = options.top_k or 0
     run_options = RunOptions(options.max_new_tokens, options.temperature, top_k, seed, repeats, warm)
@@ -155,8 +128,8 @@ def measure(
     records = Records(out)
     earlier = {record["key"] for record in records.read()}
     try:
-        with progress() as show:
-            result = run(names, prompts, loaded, run_options, records, show)
+        with progress() as told:
+            result = run(names, prompts, loaded, run_options, records, told)
     except KeyboardInterrupt:
         note(f"{records.path} has {len(records.read())} finished records; the same command continues")
         raise
@@ -166,7 +139,8 @@ def measure(
             f"{reused} of {len(result)} completions were measured earlier; to measure them again, remove "
             f"{records.path} or give another --out"
         )
-    write_report(result, out, command_line(), draw)
+    show(result)
+    note(f"the records are in {records.path}")
 
 
 @app.command("step-cost", cls=Command)
@@ -194,15 +168,16 @@ def step_cost(
 ) -> None:
     """Measure t(k), the time of a step of k rows."""
     from ..bench import step_cost as cost
+    from ..bench.record import describe
     from ..checkpoints import Checkpoint
     from ..loading import dtype_name
 
     # Check the options before a model is loaded.
-    draw = check_out(out)
+    check_writable(out, f"--out {out}", "give another folder")
     sizes = (numbers(contexts, "--contexts"), numbers(rows, "--rows"))
     names = [dtype_name(name.strip()) for name in dtype.split(",")]
     gguf = Checkpoint(load).gguf if set(names) != {"auto"} else None
-    # Load and measure the model once per dtype. The report is written after each, to survive an interrupt.
+    # Load and measure the model once per dtype. The records are written after each, to survive an interrupt.
     records = []
     with progress() as show:
         for name in names:
@@ -211,10 +186,10 @@ def step_cost(
                     f"--dtype {name} measures decoded weights; omit --dtype to measure the packed ones on a CPU"
                 )
             records += cost.measure(_load(load, path, dtype=name), *sizes, show)
-            if records:
-                page = cost.write_report(records, out, command_line(), draw)
+            cost.write_records(records, out)
     if not records:
         raise SettingsError(
             "no context and number of rows fit this model; give smaller --contexts and --rows"
         )
-    typer.echo(page)
+    Console(highlight=False).print(cost.table(records))
+    note(f"{describe(*records)}; the records are in {out}")

@@ -12,9 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..core import SettingsError
+from lookahead.core import SettingsError
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
+#: Printed where plots are left out.
+NO_PLOTS = "no plots, because matplotlib is not installed (pip install matplotlib)"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 STYLE: Any = {
     "figure.dpi": 150,
