@@ -11,16 +11,17 @@ import os
 import socket
 import sys
 import warnings
-from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+
+import numpy as np
 
 from .core import OutOfMemory, SettingsError
 from .core.errors import first_line
 from .core.memory import out_of_memory
 from .gguf.settings import check_file
-from .hf.gguf_decoded import GGUFCheckpoint, correct_config, missing_packages
+from .hf.gguf_decoded import GGUFCheckpoint, check_packages, correct_config, missing_packages
 from .options import LoadOptions
 from .text.tokenizer import GGUFTokenizer, build_tokenizer, end_tokens
 
@@ -218,9 +219,11 @@ class Checkpoint:
             ) from None
 
     def _from_pretrained(self, auto: Any, **keywords: Any) -> Any:
-        name = self.name if self.gguf is None else self.gguf.file.path.parent
-        with nullcontext() if self.gguf is None else self.gguf.reading():
-            return auto.from_pretrained(name, **self.keywords, **keywords)
+        if self.gguf is None:
+            return auto.from_pretrained(self.name, **self.keywords, **keywords)
+        check_packages(self.gguf.file)
+        with np.errstate(all="ignore"):  # damaged blocks show up in the logits
+            return auto.from_pretrained(self.gguf.file.path.parent, **self.keywords, **keywords)
 
 
 def _how(chosen: LoadOptions) -> dict[str, Any]:

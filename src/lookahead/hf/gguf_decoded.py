@@ -1,18 +1,14 @@
-"""Reads GGUF files with transformers, which decodes quantized weights once, into the requested dtype."""
+"""What transformers needs to know about a GGUF file beyond what its own reader takes from it.
+
+transformers decodes quantized weights once, into the requested dtype. Its reader ignores some settings of some
+architectures (Llama 3's frequency factors, sliding windows, soft caps); they are corrected here.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
 from ..core import SettingsError
 from ..gguf.families import FREQUENCY_FACTORS
@@ -26,6 +22,15 @@ PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16
 def missing_packages() -> list[str]:
     """The packages that transformers needs for GGUF files and that are not installed."""
     return [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+
+
+def check_packages(file: GGUFFile) -> None:
+    """Raise SettingsError if transformers lacks a package for this file."""
+    if missing := missing_packages():
+        raise SettingsError(
+            f"to read {file.path.name} the packages gguf and accelerate must be installed, and {missing[0]} "
+            "is not; pip install gguf accelerate"
+        )
 
 
 class GGUFCheckpoint:
@@ -53,8 +58,6 @@ class GGUFCheckpoint:
         types = {tensor.type for tensor in self.file.tensors.values() if len(tensor.shape) > 1}
         self._dtypes = [dtype for name, dtype in PLAIN.items() if name in types]
         self.is_quantized = not types <= PLAIN.keys()
-        # Parsing takes seconds, and transformers parses once for the configuration and again for the weights.
-        self._parse = lru_cache(maxsize=1)(_parse)
 
     @property
     def dtype(self) -> str:
@@ -76,44 +79,6 @@ class GGUFCheckpoint:
             for name, frequencies in module.named_buffers(recurse=False):
                 if name.endswith("inv_freq") and not name.startswith("sliding"):
                     frequencies.div_(factors.to(frequencies.device))
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """A context in which transformers parses the file once, logs nothing and shows one progress bar.
-
-        Other threads that enter it wait.
-
-        Raises:
-            SettingsError: a package is missing.
-        """
-        if missing := missing_packages():
-            raise SettingsError(
-                f"to read {self.file.path.name} the packages gguf and accelerate must be installed, and {missing[0]} "
-                "is not; pip install gguf accelerate"
-            )
-        import gguf
-        from transformers import modeling_gguf_pytorch_utils as theirs
-
-        console = Console(stderr=True)
-        bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-        shown = bar.add_task(f"reading {self.file.path.name}", total=None)
-
-        def track(tensors: Iterable[Any], **_: Any) -> Iterable[Any]:
-            return bar.track(list(tensors), task_id=shown)
-
-        # transformers has no arguments for these replacements. The first two save time: loading SmolLM2-135M in
-        # float32 takes 4.1 s of user time, 8.6 s without the first and 10.2 s without the second (dev/LOG.md,
-        # 2026-11-26). Upstream: ggml-org/llama.cpp pull request 10159 made the parser fast and was closed;
-        # transformers makes the name map in a recursion over modules since its pull request 34385.
-        # The third saves no time, but its original writes to stderr even if that is not a terminal.
-        replacements: list[tuple[Any, str, Any]] = [
-            (gguf, "GGUFReader", self._parse),
-            (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),  # called once for each module
-            (theirs, "tqdm", track),
-        ]
-        # numpy need not warn about damaged blocks, because they show up in the logits.
-        with _replaced(replacements), _silenced(), bar, np.errstate(all="ignore"):
-            yield
 
 
 def correct_config(config: Any, settings: GGUFSettings) -> None:
@@ -146,55 +111,3 @@ def correct_config(config: Any, settings: GGUFSettings) -> None:
     for name, value in values.items():
         if hasattr(config, name):
             setattr(config, name, value)
-
-
-#: Held while functions of other libraries are replaced, so that two threads cannot restore them in the wrong order.
-_replacing = threading.RLock()
-
-
-@contextmanager
-def _replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """A context in which attributes of modules that have them get other values: (module, name, value)."""
-    with _replacing:
-        present = [each for each in replacements if hasattr(*each[:2])]
-        originals = [(module, name, getattr(module, name)) for module, name, _ in present]
-        try:
-            for module, name, value in present:
-                setattr(module, name, value)
-            yield
-        finally:
-            for module, name, original in originals:
-                setattr(module, name, original)
-
-
-@contextmanager
-def _silenced() -> Iterator[None]:
-    """A context in which transformers logs only errors and shows no progress bars. Enter it inside ``_replaced``."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    bars = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def _parse(path: str) -> Any:
-    """Read a file with gguf's reader, on a plain array: slices of a memmap take ten times as long."""
-    from gguf.gguf_reader import GGUFReader
-
-    class Reader(GGUFReader):
-        @property
-        def data(self) -> Any:
-            return self._array
-
-        @data.setter
-        def data(self, file: Any) -> None:
-            self._array = np.asarray(file)
-
-    return Reader(path)
