@@ -885,7 +885,7 @@ def check_ranks(machine: Machine) -> None:
 def as_rank(machine: Machine) -> None:
     """One process of ``check_ranks``."""
     from lookahead import parallel
-    from lookahead.hf.equivalence import differ
+    from lookahead.equivalence import differ
     from lookahead.hf.paths import make_target, probe
     from lookahead.testing import assert_same_as_autoregressive, tiny_model
 

@@ -16,6 +16,7 @@ from families import tiny_model
 from lookahead import load
 from lookahead.core import Request, SettingsError, TokenTree
 from lookahead.drafters import Plain
+from lookahead.equivalence import trial_tree
 from lookahead.hf import attention, cuda, cuda_graphs, graph_store
 from lookahead.hf.attention_hook import TreeAttention
 from lookahead.hf.cuda_graphs import (
@@ -30,7 +31,6 @@ from lookahead.hf.cuda_graphs import (
     captured_attention,
     division,
 )
-from lookahead.hf.equivalence import trial_tree
 from lookahead.hf.paths import limit_graphs, make_target, probe
 from lookahead.testing import assert_same_as_autoregressive, run
 

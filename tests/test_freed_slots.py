@@ -11,12 +11,12 @@ from families import tiny_model
 from lookahead.core import DraftState, Request, TokenTree, decode
 from lookahead.cpu.execution_plan import KEY_BLOCK
 from lookahead.drafters import Plain
+from lookahead.equivalence import trial_tree
 from lookahead.hf import attention
 from lookahead.hf.attention import exact
 from lookahead.hf.attention_hook import TreeAttention
 from lookahead.hf.batch_rows import BatchRowsTarget
 from lookahead.hf.cuda_graphs import CudaGraphTarget
-from lookahead.hf.equivalence import trial_tree
 from lookahead.hf.exact_mode import CapturedExactTarget, ExactTarget
 from lookahead.hf.paths import make_target, probe
 from lookahead.hf.target import PlainTarget

@@ -93,7 +93,7 @@ def unequal(ours, theirs):
 
 def join_ranks(make_target, timeout=30.0, model=None):
     from lookahead import parallel
-    from lookahead.hf.equivalence import differ
+    from lookahead.equivalence import differ
     from lookahead.hf.paths import probe
 
     connections = parallel.start(120.0, "cpu")  # processes start slowly on a busy machine

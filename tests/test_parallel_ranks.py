@@ -5,7 +5,7 @@ import torch
 
 from families import tiny_model
 from lookahead.core import SettingsError, TokenTree
-from lookahead.hf.equivalence import Equivalence, differ
+from lookahead.equivalence import Equivalence, differ
 from lookahead.hf.paths import probe
 from lookahead.parallel import local_device, start
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .equivalence import Equivalence
+
 #: The position limit of a model without one; longer than any sequence.
 NO_LIMIT = 1 << 30
 #: The share of a device's memory that the captured passes of a model may use (``hf.graph_store``).
@@ -44,29 +46,6 @@ class Limits:
         self.config = config
         self.vocabulary = vocabulary
         self.max_positions = max_positions
-
-
-@dataclass(frozen=True, slots=True)
-class Equivalence:
-    """The result of a comparison. Errors are relative L2 distances; in 16 bits, they are divided by the model's own
-    error.
-
-    Attributes:
-        ok: whether the path may be used.
-        difference: the largest error of a row.
-        control: the error of the negative control (its weaker fault), which must be at least ``CONTROL_MARGIN`` times
-            ``difference``.
-        limit: the largest ``difference`` allowed.
-        noise: the model's own relative error against float32, root mean square; 0 in float32 and float64.
-        reason: these figures as a phrase.
-    """
-
-    ok: bool
-    difference: float
-    control: float
-    limit: float
-    noise: float
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,7 @@ def load_with(chosen: LoadOptions) -> LLM:
 
     # Join the other ranks.
     if connections is not None:
-        from .hf.equivalence import differ
+        from .equivalence import differ
         from .parallel import join
 
         rounding = partial(differ, llm.probe.equivalence)

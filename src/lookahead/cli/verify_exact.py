@@ -74,7 +74,7 @@ def verify(
     llm = load_model(load, drafter)
     prompts = prompt or PROMPTS
     runs = [_compare(llm, text, reference, options) for text in prompts]
-    from ..hf.equivalence import bit_equal_rows
+    from ..equivalence import bit_equal_rows
 
     target = llm.target()
     same, rows = bit_equal_rows(target)

@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
@@ -38,7 +39,8 @@ from ..core import OutOfMemory, Scores, SettingsError, TokenTree
 from ..core.errors import summary
 from ..core.memory import memory_errors
 from ..core.target import UP_TO_ROUNDING
-from .equivalence import HALF_DTYPES, WRONG_ANCESTOR, Trial, distance
+from ..equivalence import Array, distance, floats
+from .equivalence import HALF_DTYPES, causal_rows
 from .facts import PassFacts
 from .logits import LogitsBatch, LogitsRows
 from .target import PlainTarget, repeated, run_model
@@ -49,6 +51,8 @@ MAX_PENDING = 16
 MIN_CHUNK = 16
 #: Largest median distance between single-row steps and causal passes that rounding explains, in 32 and 16 bits.
 ROUNDING = (0.03, 0.3)
+#: Largest distance in float32 between a path as a batch row and plain decoding.
+TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,54 +211,43 @@ class NoSteps(SettingsError):
     """Single-row steps do not continue the model's sequence."""
 
 
-class StepTrial(Trial):
-    """A trial with plain decoding as its reference: the prompt, then one token per pass.
+def step_rows(model: PreTrainedModel, texts: Sequence[tuple[int, ...]]) -> Array:
+    """The logits (rows, V) after each token sequence, computed as in plain decoding: the prompt, then one token per
+    step.
 
-    Causal passes cannot be the reference here: some models clamp values when they scan many tokens but not in their
-    recurrence, and plain decoding uses the recurrence. Many recurrent models encode positions only in the order of
-    tokens, so a wrong ancestor is the only negative control.
+    Causal passes cannot be the reference of these models: some clamp values when they scan many tokens but not in
+    their recurrence, and plain decoding uses the recurrence.
+
+    Raises:
+        NoSteps: the model keeps its state elsewhere, so steps do not continue its sequence.
     """
-
-    name = "trial of steps"
-    controls = (WRONG_ANCESTOR,)
-    tolerance = 1e-4
-
-    def reference(self, model: PreTrainedModel, in_two_passes: bool = False) -> torch.Tensor:
-        """Logits (rows, V) computed one token per step; with ``in_two_passes``, by causal passes.
-
-        Raises:
-            NoSteps: the model keeps its state elsewhere, so steps do not continue its sequence.
-        """
-        passes = super().reference(model, in_two_passes)
-        if in_two_passes:
-            return passes
-        # Evaluate a prompt in one pass, and every later token from a copy of the state before it.
-        facts = PassFacts(model)
-        device = model.device
-        caches: dict[tuple[int, ...], Any] = {(): DynamicCache(config=facts.config)}
-        rows: dict[tuple[int, ...], torch.Tensor] = {}
-        texts = [tuple(text) for text in self.texts()]
-        steps = None
-        try:
-            for text in sorted(set(texts), key=len):
-                prefix = text[:-1] if text[:-1] in caches else ()
-                caches[text] = repeated(caches[prefix], 1)
-                ids = torch.tensor([text[len(prefix) :]], device=device)
-                positions = torch.arange(len(prefix), len(text), device=device)[None]
-                rows[text] = run_model(model, facts, caches[text], ids, positions)[0, -1].float().cpu()
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            median = torch.inf
-            why = summary(error)
-        else:
-            # If steps differ from causal passes by more than rounding, the state is not in the cache.
-            steps = torch.stack([rows[text] for text in texts])
-            median = float(distance(steps, passes).median())
-            why = f"their distance from causal passes is {median:.2g}"
-        rounding = ROUNDING[model.dtype in HALF_DTYPES]
-        # If two causal passes already differ (dropout, NaN), the distance reveals nothing about the state.
-        if steps is None or (median > rounding > float(distance(super().reference(model), passes).median())):
-            raise NoSteps(
-                f"a model must keep its state in transformers' DynamicCache, and steps of {type(model).__name__} "
-                f"through one do not continue its sequence ({why}); use model.generate without custom_generate"
-            )
-        return steps
+    passes = causal_rows(model, texts)
+    # Evaluate a prompt in one pass, and every later token from a copy of the state before it.
+    facts = PassFacts(model)
+    device = model.device
+    caches: dict[tuple[int, ...], Any] = {(): DynamicCache(config=facts.config)}
+    rows: dict[tuple[int, ...], Array] = {}
+    steps = None
+    try:
+        for text in sorted(set(texts), key=len):
+            prefix = text[:-1] if text[:-1] in caches else ()
+            caches[text] = repeated(caches[prefix], 1)
+            ids = torch.tensor([text[len(prefix) :]], device=device)
+            positions = torch.arange(len(prefix), len(text), device=device)[None]
+            rows[text] = floats(run_model(model, facts, caches[text], ids, positions)[0, -1])
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        median = np.inf
+        why = summary(error)
+    else:
+        # If steps differ from causal passes by more than rounding, the state is not in the cache.
+        steps = np.stack([rows[text] for text in texts])
+        median = float(np.median(distance(steps, passes)))
+        why = f"their distance from causal passes is {median:.2g}"
+    rounding = ROUNDING[model.dtype in HALF_DTYPES]
+    # If two causal passes already differ (dropout, NaN), the distance reveals nothing about the state.
+    if steps is None or (median > rounding > float(np.median(distance(causal_rows(model, texts), passes)))):
+        raise NoSteps(
+            f"a model must keep its state in transformers' DynamicCache, and steps of {type(model).__name__} "
+            f"through one do not continue its sequence ({why}); use model.generate without custom_generate"
+        )
+    return steps

@@ -41,7 +41,7 @@ from .attention import IN_PLACE, get
 from .attention.bits import pack_bits, word_count
 from .attention_hook import TreeAttention
 from .cuda import HostCopy, is_gpu, noticed_waits, pinned, to_device
-from .equivalence import CapturedTrial, compare
+from .equivalence import compare
 from .facts import ModelFacts
 from .fingerprint import forget, remember
 from .graph_store import CAPACITY, GraphTarget, uncapturable
@@ -56,6 +56,8 @@ BUCKETS = (1, 4, 8, 16, 32, 64, 128, MOST_ROWS)
 BATCHES = (1, 2, 4, 8, 16, 32, MOST_SEQUENCES)
 #: Minimum columns for an attention that reads every column it is given; the width is a power of two.
 NARROWEST = 256
+#: How often the check evaluates each pass: the second one of each size is captured, and the third one replays it.
+REPEATS = 3
 #: The maximum rows of a captured pass, for attentions whose larger passes ran out of memory when they were checked.
 checked_rows: weakref.WeakKeyDictionary[TreeAttention, int] = weakref.WeakKeyDictionary()
 
@@ -338,7 +340,7 @@ def _check_captures(
     try:
         if reads := host_reads(CudaGraphTarget(model, facts, attention)):
             return None, f"{name} reads values on the host in its pass ({reads[0]})"
-        result = compare(model, facts, lambda: CudaGraphTarget(model, facts, attention), kind=CapturedTrial)
+        result = compare(model, facts, lambda: CudaGraphTarget(model, facts, attention), repeats=REPEATS)
     except OutOfMemory:
         raise
     # A model or a compiler may fail in any way on a pass that it was not designed for.

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
+from functools import partial
 
-import torch
+import numpy as np
 
-from ..core import TokenTree
 from ..core.errors import summary
-from ..hf.equivalence import (
-    CONTROL_MARGIN,
+from ..equivalence import (
     MAX_ROW_FACTOR,
     PROMPT_LENGTHS,
-    WRONG_ANCESTOR,
+    TOLERANCE,
+    Array,
+    Equivalence,
+    Reference,
     Trial,
+    compare,
     distance,
+    single_rows,
 )
-from ..hf.masks import LayerKinds
-from ..limits import NO_LIMIT, Equivalence
+from ..limits import NO_LIMIT
 from .contexts import Contexts
 from .library import Context, EngineFailed
 from .target import LlamaCppTarget
+
+#: The first prompt of every trial exceeds sliding windows up to this size.
+LONGEST_WINDOW = 128
 
 
 def check(contexts: Contexts) -> tuple[bool, str, Equivalence | None]:
@@ -34,68 +38,39 @@ def check(contexts: Contexts) -> tuple[bool, str, Equivalence | None]:
     Raises:
         SettingsError, OutOfMemory: no context can be created.
     """
-    if not contexts.weights.trees:
+    weights = contexts.weights
+    if not weights.trees:
         return False, "its recurrent state cannot be truncated", None
+    window = (
+        weights.window if weights.window <= min(LONGEST_WINDOW, (weights.positions or NO_LIMIT) - 16) else 0
+    )
+    # llama.cpp rejects rows at a wrong position.
+    trials = (
+        Trial(weights.vocabulary, number, window, positions=False) for number in range(len(PROMPT_LENGTHS))
+    )
     try:
-        # More than one prompt, because for a single one the control's error may be small by chance.
-        for number in range(len(PROMPT_LENGTHS)):
-            comparison = compare(contexts, number)
-            if comparison.ok:
-                break
+        found = compare(lambda: LlamaCppTarget(contexts), trials, partial(_reference, contexts))
     except EngineFailed as error:
         return False, f"it cannot evaluate a token tree ({summary(error)})", None
-    return comparison.ok, comparison.reason, comparison
+    return found.ok, found.reason, found
 
 
-class AncestorTrial(Trial):
-    """A trial whose negative control has no wrong position, because llama.cpp rejects rows out of order."""
-
-    controls = (WRONG_ANCESTOR,)
-
-    def control_tree(self) -> TokenTree:
-        tree = super().control_tree()
-        tree.depths[3] -= 1
-        return tree
-
-
-def compare(contexts: Contexts, number: int = 0) -> Equivalence:
-    """Compare a trial's trees with causal passes over the same tokens, and these passes with single-row steps.
-
-    The second difference is llama.cpp's own rounding error; a tree's rows may differ by a multiple of it.
-    """
-    facts: Any = SimpleNamespace(
-        vocabulary=contexts.weights.vocabulary,
-        max_positions=contexts.weights.positions or NO_LIMIT,
-        rope_boundary=NO_LIMIT,
-        kinds=LayerKinds((), contexts.weights.window, 0),
-    )
-    # llama.cpp's own passes: causal rows, and single-row steps over the longest sequence.
-    trial = AncestorTrial(facts, number, "cpu")
+def _reference(contexts: Contexts, trial: Trial) -> Reference:
+    """Causal passes over the same tokens. Their error is their distance from single-row steps over the longest
+    sequence, and at least what float32 allows."""
     texts = trial.texts()
-    reference = _causal_rows(contexts, texts)
-    longest = max(range(len(texts)), key=lambda row: len(texts[row]))
-    rows = [row for row, text in enumerate(texts) if texts[longest][: len(text)] == text]
-    single = _single_rows(contexts, texts[longest], [len(texts[row]) for row in rows])
-    own = distance(single, reference[rows])
-    noise = float(own.max())
-    same = sum(torch.equal(a, b) for a, b in zip(single, reference[rows], strict=True))
-    # The trees, and the negative control.
-    limit = max(Trial.tolerance, MAX_ROW_FACTOR * noise)
-    logits, control_logits = trial.run(LlamaCppTarget(contexts))
-    difference = float(distance(logits, reference).max())
-    control = trial.control_error(control_logits, reference, torch.ones(len(reference)))
-    ok = difference <= limit and control >= CONTROL_MARGIN * difference
-    reason = (
-        f"difference {difference:.2g}, {limit:.2g} allowed; llama.cpp's own passes differ by {noise:.2g} from "
-        f"single-row steps, {same} of {len(rows)} rows are bit-identical; a wrong ancestor shows as {control:.2g}"
-    )
-    return Equivalence(ok, difference, control, limit, noise, reason)
+    rows = _causal_rows(contexts, texts)
+    start = len(trial.prompts[0])
+    text = texts[-1]
+    single = single_rows(LlamaCppTarget(contexts), text[:start], text[start:])
+    own = distance(single, rows[[texts.index(text[:end]) for end in range(start, len(text) + 1)]])
+    return Reference(rows, np.full(len(rows), max(float(own.max()), TOLERANCE / MAX_ROW_FACTOR)))
 
 
-def _causal_rows(contexts: Contexts, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+def _causal_rows(contexts: Contexts, texts: Sequence[tuple[int, ...]]) -> Array:
     """The logits after each sequence, (sequences, V), from one pass in which every row belongs to a single
     sequence."""
-    ends = {tuple(text) for text in texts}
+    ends = set(texts)
     prefixes = {text[:end] for text in ends for end in range(len(text))}
     tokens = list[int]()
     positions = list[int]()
@@ -116,18 +91,7 @@ def _causal_rows(contexts: Contexts, texts: Sequence[Sequence[int]]) -> torch.Te
         lease.context.close()
         lease.context = Context(contexts.weights, len(tokens))
     try:
-        rows = torch.from_numpy(lease.context.decode(tokens, positions, sequences, wanted).copy())
+        rows = lease.context.decode(tokens, positions, sequences, wanted).copy()
     finally:
         lease.end()
-    return rows[[read[tuple(text)] for text in texts]]
-
-
-def _single_rows(contexts: Contexts, text: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    target = LlamaCppTarget(contexts)
-    prompt = text[: lengths[0]]
-    rows = [target.prefill([(0, prompt)])[0].row(0)]
-    for token in text[lengths[0] :]:
-        rows.append(target.forward([(0, TokenTree(token))])[0].row(0))
-        target.commit([(0, [0])])
-    target.release(0)
-    return torch.stack([rows[length - lengths[0]] for length in lengths])
+    return rows[[read[text] for text in texts]]
