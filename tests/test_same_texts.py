@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
+from time import monotonic, sleep
 
 import numpy as np
 import pytest
@@ -56,7 +57,8 @@ def server(llm):
     from lookahead.server.app import create_app
     from lookahead.server.settings import Settings
 
-    return TestClient(create_app(Settings(served_model_name="toy"), lambda: llm))
+    app = create_app(Settings(served_model_name="toy"), lambda: llm)
+    return TestClient(app, "http://127.0.0.1")  # the server rejects other host names
 
 
 # ------------------------------------------------------------------------------- models
@@ -376,8 +378,10 @@ def answers(drafter):
         warnings.simplefilter("ignore")
         llm = lookahead.load(saved("llama", chat=True), dtype="float32", drafter=drafter)
     with server(llm) as client:
+        end = monotonic() + 60
         while client.get("/health").status_code != 200:
-            pass
+            assert monotonic() < end, "it took too long"
+            sleep(0.02)
         for name, (path, body) in requests().items():
             reply = client.post(path, json=body)
             assert reply.status_code == 200, reply.text
