@@ -7,6 +7,7 @@ an ordinary logits processor, so drafting works with it.
 from __future__ import annotations
 
 import json
+from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ class Grammars:
     @cached_property
     def _tokenizer(self) -> Any:
         try:
-            from llguidance.hf import from_tokenizer
+            from llguidance import LLTokenizer
         except ImportError:
             raise SettingsError(
                 "response_format and tool_choice need llguidance; install it with pip install '.[grammar]' in the "
@@ -39,10 +40,13 @@ class Grammars:
             ) from None
         if self._llm.tokenizer is None or not self._llm.eos:
             raise SettingsError("response_format and tool_choice need a tokenizer and an end token")
-        # llguidance accepts only transformers tokenizers; a GGUF file's tokenizer can be converted.
-        tokenizer = getattr(self._llm.tokenizer, "as_transformers", self._llm.tokenizer)
         try:
-            return from_tokenizer(tokenizer, n_vocab=self._llm.vocabulary, eos_token=sorted(self._llm.eos))
+            backend = copy(self._llm.tokenizer.backend_tokenizer)
+            backend.no_padding()
+            backend.no_truncation()
+            return LLTokenizer(
+                backend.to_str(), n_vocab=self._llm.vocabulary, eos_token=sorted(self._llm.eos)
+            )
         except Exception as error:  # llguidance does not support every tokenizer
             raise SettingsError(
                 f"response_format and tool_choice cannot be used with this tokenizer: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -70,8 +71,7 @@ def encode(
     if isinstance(prompt, str):
         if not prompt:
             raise SettingsError("the prompt must not be empty, got an empty string")
-        if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise SettingsError("the prompt must be valid Unicode, got half a surrogate pair")
+        _check_unicode(prompt)
         if tokenizer is None:
             raise SettingsError(f"a text prompt needs a tokenizer, and {missing}; give token ids instead")
         ids = list(tokenizer(prompt).input_ids)
@@ -100,6 +100,13 @@ def encode(
     return ids
 
 
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise SettingsError("the prompt must be valid Unicode, got half a surrogate pair") from None
+
+
 def _from_messages(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any, missing: str, variables: Mapping[str, Any]
 ) -> list[int]:
@@ -114,9 +121,12 @@ def _from_messages(
             "chat messages need a chat template, and this model's tokenizer has none; "
             "give the prompt as a string, or use an instruction-tuned model"
         )
+    _check_unicode(json.dumps([chat, variables], ensure_ascii=False, default=str))
     try:
         return list(
-            tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, **variables)
+            tokenizer.apply_chat_template(
+                chat, return_dict=False, **({"add_generation_prompt": True} | dict(variables))
+            )
         )
     except Exception as error:  # a template is the model's code and may raise anything
         given = " and ".join(["these messages", *variables])

@@ -1,8 +1,6 @@
 """The tokenizer of a GGUF file, built from its metadata with the ``tokenizers`` library.
 
-transformers takes seconds to read the same metadata, because it parses the file again, converts the vocabulary
-through several classes, and is slow to import. ``GGUFTokenizer`` has the methods that this library calls, and creates
-the transformers class only if another method is called.
+``GGUFTokenizer`` has the methods that this library calls, and creates the transformers class only if another one is.
 
 Two kinds of vocabulary are supported. For others, ``build_tokenizer`` returns None and transformers reads the file.
 
@@ -62,6 +60,18 @@ IGNORE_MERGES = (*WITH_BOS, "falcon3")
 #: Vocabularies in which every digit is a separate piece, as in llama.cpp and in the models' own tokenizer.json.
 #: transformers does not do this, so results differ for spaces before a digit.
 DIGITS_APART = ("smollm", "starcoder", "refact")
+#: The key of the chat template; a file's other templates have its keys with their names appended.
+TEMPLATE = "tokenizer.chat_template"
+#: Options of transformers' ``apply_chat_template`` that are no variables of the template.
+OF_TRANSFORMERS = {
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+    "sanitize_control_tokens",
+    "tokenizer_kwargs",
+}
 #: The most characters of a token.
 LONGEST = 10_000
 
@@ -323,7 +333,7 @@ def _token(metadata: Mapping[str, Any], name: str) -> str | None:
 
 
 class GGUFTokenizer:
-    """A tokenizer with the methods of the transformers class that this library calls.
+    """A tokenizer with the methods of the transformers class that this library calls. It needs no transformers.
 
     Other methods are delegated to ``as_transformers``, the transformers class around the same backend, created on
     first use.
@@ -334,14 +344,14 @@ class GGUFTokenizer:
 
     Attributes:
         backend_tokenizer: the tokenizer of the library ``tokenizers``.
-        chat_template: the Jinja template; None if the file has none.
+        chat_template: the Jinja template, or name -> template if the file has several; None if it has none.
         bos_token, eos_token, unk_token, pad_token: tokens as strings; None for a missing token.
         eos_token_id: the token that ends a sequence, or None.
     """
 
     def __init__(self, backend: Tokenizer, metadata: Mapping[str, Any]) -> None:
         self.backend_tokenizer = backend
-        self.chat_template: str | None = metadata.get("tokenizer.chat_template")
+        self.chat_template = _chat_templates(metadata)
         roles = (_token(metadata, name) for name in ("bos", "eos", "unknown", "padding"))
         # transformers would add a token that is spelled differently here, with an id beyond the vocabulary.
         known = (token if token and backend.token_to_id(token) is not None else None for token in roles)
@@ -354,8 +364,9 @@ class GGUFTokenizer:
         """Encode a string; the token ids are ``input_ids`` of the result."""
         if options or not isinstance(text, str):
             return self.as_transformers(text, add_special_tokens=add_special_tokens, **options)
-        ids = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return _Encoding(input_ids=ids, attention_mask=[1] * len(ids))
+        # Other than ``encode``, this releases the interpreter: a million digits take seconds.
+        (made,) = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return _Encoding(input_ids=made.ids, attention_mask=[1] * len(made.ids))
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
@@ -368,11 +379,64 @@ class GGUFTokenizer:
             return self.as_transformers.decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
         return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    @property
+    def special_tokens_map(self) -> dict[str, str]:
+        """Role -> token, as in "bos_token"; templates have these variables."""
+        roles = {f"{role}_token": getattr(self, f"{role}_token") for role in ("bos", "eos", "unk", "pad")}
+        return {role: token for role, token in roles.items() if token is not None}
+
+    def apply_chat_template(
+        self,
+        conversation: Any,
+        tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        **variables: Any,
+    ) -> Any:
+        """A conversation as text, token ids, or a mapping with ``input_ids``; see ``chat.render_chat``.
+
+        Args:
+            conversation: messages {"role", "content", ...}.
+            tools: JSON schemas of functions; transformers, if it is installed, also accepts Python functions.
+            chat_template: a template, or the name of one of the file's; None for the file's own choice.
+            tokenize: whether to return token ids, not text.
+            return_dict: whether token ids are in a mapping.
+            variables: ``documents``, ``add_generation_prompt``, ``continue_final_message``, the template's own
+                variables, and transformers' options for its result, which need transformers.
+        """
+        own = all(isinstance(each, Mapping) for each in (*conversation, *(tools or ())))
+        if not own or OF_TRANSFORMERS & variables.keys():
+            given = {
+                "tools": tools,
+                "chat_template": chat_template,
+                "tokenize": tokenize,
+                "return_dict": return_dict,
+            }
+            return self.as_transformers.apply_chat_template(conversation, **given, **variables)
+        from .chat import choose_template, render_chat  # Jinja takes a tenth of a second
+
+        template = choose_template(self.chat_template, chat_template, tools)
+        text = render_chat(template, conversation, tools=tools, **self.special_tokens_map | variables)
+        if not tokenize:
+            return text
+        made = self(text, add_special_tokens=False)
+        return made if return_dict else made.input_ids
+
     @cached_property
     def as_transformers(self) -> Any:
-        """A transformers fast tokenizer around the same backend."""
-        from transformers import PreTrainedTokenizerFast
+        """A transformers fast tokenizer around the same backend.
 
+        Raises:
+            SettingsError: transformers is not installed.
+        """
+        try:
+            from transformers import PreTrainedTokenizerFast
+        except ImportError:
+            raise SettingsError(
+                "this use of a GGUF file's tokenizer needs transformers; install it with "
+                "pip install '.[transformers]' in the project's folder"
+            ) from None
         return PreTrainedTokenizerFast(
             tokenizer_object=self.backend_tokenizer,
             bos_token=self.bos_token,
@@ -387,7 +451,23 @@ class GGUFTokenizer:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # copy and pickle look these up
             raise AttributeError(name)
-        return getattr(self.as_transformers, name)
+        try:
+            return getattr(self.as_transformers, name)
+        except SettingsError as error:  # hasattr must not fail
+            raise AttributeError(f"{name}: {error}") from None
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """``GGUFTokenizer.chat_template``."""
+    default = metadata.get(TEMPLATE)
+    others = {
+        key.removeprefix(f"{TEMPLATE}."): value
+        for key, value in metadata.items()
+        if key.startswith(f"{TEMPLATE}.") and isinstance(value, str)
+    }
+    if not others:
+        return default
+    return others if default is None else {"default": default} | others
 
 
 class _Encoding(dict[str, Any]):
