@@ -742,42 +742,138 @@ def test_doctor_describes_machine_and_model(model):
 
 
 def test_chat_keeps_the_conversation(model, llm):
-    code, out, err = call(
-        "chat",
-        model,
-        "--max-new-tokens",
-        8,
-        "--system",
-        "s",
-        stdin="hello\n\n/stats\nmore\n/nonsense\n/help\n/reset\nhello\n/exit\nnot read\n",
-    )
+    typed = "hello\n\n/stats\nmore\n/nonsense\n/help\n/reset\nhello\n/usr/bin is a folder\n/exit\nnot read\n"
+    words = ("--max-new-tokens", 8, "--system", "s", "--temperature", 0)
+    code, out, err = call("chat", model, *words, stdin=typed)
     system, first = {"role": "system", "content": "s"}, {"role": "user", "content": "hello"}
-    one = llm.generate([system, first], max_new_tokens=8).text
-    history = [system, first, {"role": "assistant", "content": one}, {"role": "user", "content": "more"}]
-    two = llm.generate(history, max_new_tokens=8).text
-    assert (code, out) == (0, f"{one}\n{two}\n{one}\n")
+
+    def answer(*messages):
+        return llm.generate([system, *messages], max_new_tokens=8).text
+
+    one = answer(first)
+    history = [first, {"role": "assistant", "content": one}]
+    two = answer(*history, {"role": "user", "content": "more"})
+    three = answer(*history, {"role": "user", "content": "/usr/bin is a folder"})
+    assert (code, out) == (0, f"{one}\n{two}\n{one}\n{three}\n")
     assert "8 tokens, 7 of them in " in err
     assert "unknown command '/nonsense'" in err
+    assert "the answer was cut after 8 tokens; /set max_new_tokens N and /again allow more" in err
+
+
+def test_chat_changes_what_was_said_and_how_it_answers(model, llm, tmp_path):
+    """/undo, /again, /set, /system, /save and /load."""
+    file = tmp_path / "talk.json"
+    typed = [
+        *(
+            "/undo",
+            "/again",
+            "hello",
+            "/again",
+            "more",
+            "/undo",
+            "/set max_new_tokens 4",
+            "/again",
+            f"/save {file}",
+        ),
+        *(
+            "/set",
+            "/set max_new_tokens none",
+            "/set nonsense 1",
+            "/reset",
+            "/reset now",
+            f"/load {file}",
+            "more",
+        ),
+        *("/system s", "/reset", "hello", f"/load {tmp_path}", f"/load {tmp_path / 'none'}"),
+    ]
+    words = ("--max-new-tokens", 8, "--temperature", 0)
+    code, out, err = call("chat", model, *words, stdin="\n".join(typed) + "\n")
+    first, more = {"role": "user", "content": "hello"}, {"role": "user", "content": "more"}
+    one, short = (llm.generate([first], max_new_tokens=n).text for n in (8, 4))
+    two = llm.generate([first, {"role": "assistant", "content": one}, more], max_new_tokens=8).text
+    three = llm.generate([first, {"role": "assistant", "content": short}, more], max_new_tokens=4).text
+    four = llm.generate([{"role": "system", "content": "s"}, first], max_new_tokens=4).text
+    assert (code, out) == (0, f"{one}\n{one}\n{two}\n{short}\n{three}\n{four}\n")
+    assert json.loads(file.read_text()) == [first, {"role": "assistant", "content": short}]
+    for said in (
+        "there is nothing to remove",
+        "there is no message to answer again",
+        "removed: more",
+        "/set takes NAME VALUE, got 'nothing'",
+        "max_new_tokens must be a whole number of at least 1, got 'none'",
+        "/set takes a name and a value; names are max_new_tokens, ",
+        "/reset takes nothing, got 'now'",
+        "/load must be a readable file, got ",
+    ):
+        assert said in " ".join(err.split()), said
+
+
+def test_chat_samples_unless_told_otherwise(model, llm, monkeypatch):
+    chat = sys.modules["lookahead.cli.chat"]
+    assert chat.suggested_sampling(llm) == {"temperature": 0.7, "top_p": 0.95, "repetition_penalty": 1.1}
+    sampled = llm.generate(
+        [{"role": "user", "content": "hello"}],
+        max_new_tokens=12,
+        seed=3,
+        temperature=0.7,
+        top_p=0.95,
+        repetition_penalty=1.1,
+    ).text
+    words = ("chat", model, "--max-new-tokens", 12, "--seed", 3)
+    assert call(*words, stdin="hello\n")[:2] == (0, f"{sampled}\n")
+    asked = []
+    monkeypatch.setattr(
+        chat, "Chat", lambda llm, system, options, more: asked.append(options) or SimpleNamespace(run=int)
+    )
+    for given, expected in (
+        ((), (0.7, 0.95, 1.1)),
+        (("--temperature", 0), (0, None, None)),
+        (("--temperature", 1), (1, None, None)),
+        (("--top-p", 0.5), (0.7, 0.5, None)),
+    ):
+        assert call("chat", model, *given)[0] == 0
+        assert (asked[-1].temperature, asked[-1].top_p, asked[-1].repetition_penalty) == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ("[", "is not JSON"),
+        ("[1]", "messages of user and assistant in turn"),
+        ('[{"role": "user", "content": "x"}]', "messages of user and assistant in turn"),
+        ('[{"role": "user", "content": 1}, {"role": "assistant", "content": ""}]', "in turn"),
+        ('{"a": 1}', "in turn"),
+    ],
+)
+def test_chat_loads_only_conversations(model, tmp_path, messages, why):
+    file = tmp_path / "talk.json"
+    file.write_text(messages)
+    code, out, err = call("chat", model, stdin=f"/load {file}\n")
+    assert (code, out) == (0, "")
+    assert why in " ".join(err.split())
 
 
 @pytest.mark.parametrize(
     ("pieces", "said"),
     [([], "the message is not answered"), (["a"], "the partial answer stays in the conversation")],
 )
-def test_an_interrupted_answer_of_chat_stays_if_it_has_begun(pieces, said, capsys):
-    from lookahead.cli.chat import _answer
+def test_an_interrupted_answer_of_chat_stays_if_it_has_begun(pieces, said, capsys, llm):
+    from lookahead.cli.chat import Chat
+    from lookahead.options import Options
 
     class Interrupted:
-        def say(self, line):
+        def say(self, line, **options):
             yield from pieces
             raise KeyboardInterrupt
 
-    _answer(Interrupted(), "hello", {})
+    chat = Chat(llm, None, Options(), {})
+    chat._conversation = Interrupted()
+    chat._answer("hello")
     assert capsys.readouterr().err == f"interrupted; {said}\n"
 
 
 def test_chat_without_a_template_continues_the_text(llm, toy_plain):
-    code, out, err = call("chat", toy_plain, "--max-new-tokens", 6, stdin="  x\ny\n")
+    code, out, err = call("chat", toy_plain, "--max-new-tokens", 6, "--temperature", 0, stdin="  x\ny\n")
     one = llm.generate("  x", max_new_tokens=6).text
     two = llm.generate(f"  x{one}\ny", max_new_tokens=6).text
     assert (code, out) == (0, f"{one}\n{two}\n")
@@ -785,7 +881,7 @@ def test_chat_without_a_template_continues_the_text(llm, toy_plain):
 
 
 def test_chat_needs_text_in_utf8(model, monkeypatch):
-    monkeypatch.setattr("builtins.input", lambda shown: b"caf\xe9".decode())
+    monkeypatch.setattr("builtins.input", lambda: b"caf\xe9".decode())
     code, _, err = call("chat", model)
     assert code == 2
     assert err.splitlines()[-1] == "error: the input must be UTF-8 text; convert it first"
@@ -830,7 +926,9 @@ def test_tune_needs_steps_and_a_model_that_drafts(monkeypatch):
 
 
 def test_chat_goes_on_after_a_prompt_that_is_too_long(model, llm):
-    code, out, err = call("chat", model, "--max-new-tokens", 4, stdin="z" * 300 + "\nhello\n")
+    code, out, err = call(
+        "chat", model, "--max-new-tokens", 4, "--temperature", 0, stdin="z" * 300 + "\nhello\n"
+    )
     answer = llm.generate([{"role": "user", "content": "hello"}], max_new_tokens=4).text
     assert (code, out) == (0, f"{answer}\n")
     assert "error: the prompt must be shorter" in err
