@@ -63,7 +63,12 @@ def post(served, path="/v1/completions", status=200, **body):
 
 
 def chat(served, text="hello", **body):
-    return post(served, "/v1/chat/completions", messages=[{"role": "user", "content": text}], **body)
+    return post(served, "/v1/chat/completions", **{"messages": [{"role": "user", "content": text}]} | body)
+
+
+def no_end(served):
+    """A bias against end tokens, which random models write."""
+    return {str(token): -100 for token in served.llm.eos}
 
 
 def text_of(answer):
@@ -170,11 +175,12 @@ def test_log_probabilities_are_the_targets_own(served):
     assert "".join(parts) == answer["choices"][0]["text"]
     known = len(served.llm.encode(PROMPT)) + 1  # a random completion may have broken characters
     assert shown["text_offset"][:known] == [len("".join(parts[:i])) for i in range(known)]
-    # An end token is not part of the completion.
+    # An end token is not part of the text, but it has an entry.
     (end,) = served.llm.eos
     ended = post(served, logprobs=1, echo=True, logit_bias={str(end): 100})["choices"][0]
     assert (ended["finish_reason"], ended["text"]) == ("stop", PROMPT)
-    assert len(ended["logprobs"]["tokens"]) == len(served.llm.encode(PROMPT))
+    assert len(ended["logprobs"]["tokens"]) == len(served.llm.encode(PROMPT)) + 1
+    assert chat(served, logprobs=True, logit_bias={str(end): 100})["choices"][0]["logprobs"]["content"] == []
     content = chat(served, logprobs=True, top_logprobs=2, max_tokens=4)["choices"][0]["logprobs"]["content"]
     for entry in content:
         assert entry["logprob"] == pytest.approx(
@@ -314,7 +320,7 @@ def test_streamed_log_probabilities_are_those_of_the_whole_answer(served):
 
 def test_a_stream_shows_its_trees_where_asked(served):
     found = events(served, max_tokens=30, lookahead={"drafter": "lookahead", "trace": True})
-    traced = [chunk["choices"][0]["lookahead"] for chunk in found]
+    traced = [chunk["choices"][0]["lookahead"] for chunk in found[:-1]]  # the last has the finish reason
     assert sum(len(step["tokens"]) for step in traced) == 30
     assert all(len(step["tree"]) == len(step["parents"]) for step in traced[1:])
 
@@ -419,9 +425,12 @@ def test_tools_that_must_be_called(client):
         assert call.function.name == "add"
         assert set(json.loads(call.function.arguments)) == {"name", "exact"}
         stream = client.chat.completions.create(**options, tool_choice=asked, stream=True)
-        *_, before, last = stream
-        assert before.choices[0].delta.tool_calls[0].function.arguments == call.function.arguments
-        assert (before.choices[0].finish_reason, last.choices[0].finish_reason) == (None, "tool_calls")
+        *pieces, last = [chunk.choices[0] for chunk in stream]
+        called = [piece.delta.tool_calls[0] for piece in pieces if piece.delta.tool_calls]
+        assert (called[0].function.name, len(called) > 5) == ("add", True)
+        assert "".join(piece.function.arguments for piece in called) == call.function.arguments
+        assert {piece.finish_reason for piece in pieces} == {None}
+        assert (last.finish_reason, last.delta.tool_calls) == ("tool_calls", None)
         with client.chat.completions.stream(**options, tool_choice=asked) as helper:
             done = [event for event in helper if event.type == "tool_calls.function.arguments.done"]
         assert [event.arguments for event in done] == [call.function.arguments]
@@ -455,7 +464,7 @@ def test_the_parameters_of_a_required_tool_may_refer_to_themselves(served, schem
     ]
     answer = json.dumps({"name": "g", "arguments": {"unit": "C", "next": {"unit": "F", "next": None}}})
     body = ChatRequest(messages=[{"role": "user", "content": "x"}], tools=tools, tool_choice="required")
-    allowed = Grammars(served.llm).json(*demanded(body))
+    allowed = Grammars(served.llm).process(demanded(body))
     ids = torch.tensor([[1]])
     tokens = served.llm.tokenizer(answer, add_special_tokens=False).input_ids
     for token in [*tokens, *served.llm.eos]:
@@ -510,15 +519,16 @@ def test_a_history_of_calls_needs_no_tools_in_the_request(served):
 @pytest.mark.parametrize(
     ("body", "param", "said"),
     [
-        ({"best_of": 3}, "best_of", "unknown or unsupported field 'best_of'; did you mean 'n'?"),
+        ({"best_of": 3}, "best_of", "best_of: Input should be 1"),
+        ({"suffix": "x"}, "suffix", "suffix: Input should be ''"),
         ({"temperature": "hot"}, "temperature", "temperature: Input should be a valid number"),
         ({"temperature": -1}, "temperature", "temperature: Input should be greater than or equal to 0"),
-        ({"top_p": 0}, "top_p", "top_p: Input should be greater than 0"),
+        ({"top_p": -1}, "top_p", "top_p: Input should be greater than or equal to 0"),
         ({"n": 1000}, "n", "n: a request may have at most 16 completions, got 1000"),
         ({"prompt": 5}, "prompt", "prompt: Input should be a valid string"),
         ({"prompt": ""}, "prompt", "prompt: the prompt must not be empty"),
         ({"prompt": [1, 2, 99999]}, "prompt", "prompt: token ids must be between 0 and 319, got 99999"),
-        ({"prompt": "x " * 3000}, "prompt", "this server's limit of 1024"),
+        ({"prompt": "x " * 3000}, "prompt", "This model's maximum context length is 1024 tokens. However, "),
         ({"stop": [""]}, "stop", "stop must be a non-empty string"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids must be 0 to 319, got 'x'"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "token ids must be 0 to 319, got '99999'"),
@@ -587,7 +597,6 @@ def test_a_history_of_calls_needs_no_tools_in_the_request(served):
             "prediction",
             "prediction: must have at most 1024 tokens",
         ),
-        ({"store": True}, "store", "store: Input should be False"),
         ({"echo": True, "logprobs": 1, "stream": True}, "echo", "echo: with logprobs it cannot be streamed"),
     ],
 )
@@ -599,10 +608,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(served, body, param, said):
     assert said in error["message"]
 
 
-def test_two_limits_of_a_chat_must_agree(served):
-    assert chat(served, max_tokens=3, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
-    error = chat(served, status=400, max_tokens=3, max_completion_tokens=4)["error"]
-    assert error["param"] == "max_tokens"
+def test_the_newer_limit_of_a_chat_counts(served):
+    for more, count in (({}, 3), ({"max_completion_tokens": 4}, 4), ({"max_completion_tokens": -1}, 40)):
+        answer = chat(served, max_tokens=3, logit_bias=no_end(served), stop=["q" * 40], **more)
+        assert answer["usage"]["completion_tokens"] >= count
+        if count < 40:
+            assert answer["usage"]["completion_tokens"] == count
 
 
 def test_a_model_that_cannot_be_loaded_is_logged_and_said(caplog):
@@ -633,7 +644,7 @@ def test_completions_that_never_fit_are_refused(llm):
 def test_too_many_completions_are_refused_before_their_prompts_are_encoded(served, monkeypatch):
     encoded = []
     monkeypatch.setattr(served.server.ready, "encode", lambda *prompt: encoded.append(prompt) or [1])
-    assert post(served, status=400, prompt=["x"] * 5000)["error"]["param"] == "n"
+    assert post(served, status=400, prompt=["x"] * 4000)["error"]["param"] == "n"
     assert chat(served, status=400, n=5000)["error"]["param"] == "n"
     assert not encoded
 
@@ -644,10 +655,6 @@ def test_unsupported_fields_are_refused_by_name(served):
     for choice, message in (
         ("any", "tool_choice: Input should be 'none', 'auto' or 'required'"),
         ({"type": "function", "function": {}}, "tool_choice.function.name: Field required"),
-        (
-            {"type": "function", "function": {"nam": "f"}},
-            "unknown or unsupported field 'tool_choice.function.nam'; did you mean 'tool_choice.function.name'?",
-        ),
     ):
         error = chat(served, status=400, tool_choice=choice)["error"]
         assert error["message"] == message
@@ -686,7 +693,7 @@ def test_unsupported_fields_are_refused_by_name(served):
         (
             "add",
             {"tools": [TOOL], "response_format": {"type": "json_object"}},
-            "tool_choice: a required tool and a response_format are mutually exclusive",
+            "tool_choice: tools whose calls must follow a schema and response_format are mutually exclusive",
         ),
     ],
 )
@@ -883,7 +890,7 @@ def test_the_chat_template_gets_the_reasoning_effort(served, monkeypatch):
 def test_a_prompt_over_the_servers_limit_is_told_that_limit(llm):
     with serving(llm, max_model_len=64) as served:
         message = post(served, status=400, prompt="x " * 3000)["error"]["message"]
-        assert "limit of 64 tokens" in message
+        assert "maximum context length is 64 tokens" in message
         assert "--max-model-len" in message
 
 
@@ -892,11 +899,11 @@ def test_the_default_limit_names_its_option_too(llm):
     longer = lookahead.LLM(tiny_model(vocab_size=VOCABULARY, max_position_embeddings=8192), llm.tokenizer)
     with serving(longer) as served:
         message = post(served, status=400, prompt="x " * 8000)["error"]["message"]
-        assert "limit of 4096 tokens" in message
+        assert "maximum context length is 4096 tokens" in message
         assert "a larger --max-model-len (at most 8192 with this model)" in message
     with serving(longer, max_model_len=8192) as served:
         message = post(served, status=400, prompt="x " * 8000)["error"]["message"]
-        assert "limit of 8192 tokens" in message
+        assert "maximum context length is 8192 tokens" in message
         assert "--max-model-len" not in message
 
 
@@ -924,14 +931,6 @@ def test_an_unknown_field_names_the_one_that_was_meant(served):
     assert error["message"].endswith("; did you mean 'messages'?")
     error = post(served, status=400, nonsense=1)["error"]
     assert error["message"] == "unknown or unsupported field 'nonsense'"
-
-
-def test_strict_tools_need_a_call_that_must_be_made(served):
-    tool = {"type": "function", "function": TOOL["function"] | {"strict": True}}
-    assert "strict" in chat(served, status=400, tools=[tool])["error"]["message"]
-    assert chat(served, tools=[tool], tool_choice="none")["choices"]
-    called = chat(served, tools=[tool], tool_choice="required", max_tokens=200, temperature=1, seed=1)
-    assert called["choices"][0]["message"]["tool_calls"]
 
 
 def test_a_template_that_rejects_a_chat_names_the_field(llm, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import sys
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 from lookahead.core import Engine, Request, SettingsError, greedy
 from lookahead.drafters import Lookahead, Plain, as_drafter
 from lookahead.drafters.adaptive.cost import CostCurve
-from lookahead.server.grammar import Grammars
+from lookahead.server.grammar import Constraint, Grammars
 from lookahead.server.logprobs import LogProbs, TokenLogProb
 from lookahead.server.prediction import Predicted
 from lookahead.server.protocol import (
@@ -155,30 +156,51 @@ def test_predicted_tokens_are_counted_along_the_text():
         ('{"name": {"f": 1}}', '{"name": {"f": 1}}', []),
         ("<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
         ("{" * 5000, "{" * 5000, []),
+        (
+            'Sure:\n```json\n{"name": "f", "arguments": {"a": "}\\"{"}}\n```\nDone.',
+            "Sure:Done.",
+            ["f"],
+        ),
+        ('```json\n{"x": 1}\n``` and more', '```json\n{"x": 1}\n``` and more', []),
+        ("```python\nx = 1\n```", "```python\nx = 1\n```", []),
+        ('<tool_call>\n{"arguments": {"x": 1}, "name": "f"}\n</tool_call>', "", ["f"]),
+        ('{"name": "f", "arguments": "{\\"a\\": 1}"}', "", ["f"]),
+        (
+            '{"name": "f", "parameters": {}}\n{"name": "f", "parameters": {"y": [1, {}]}} bye',
+            "bye",
+            ["f", "f"],
+        ),
+        ('<tool_call>{"name": "f", "arguments": {"x": 1', "", ["f"]),
     ],
 )
 def test_calls_are_found_in_a_text_that_comes_in_pieces(text, content, names):
     for size in (1, 3, len(text)):
         reader = CallReader({"f"}, first_only=False)
-        shown = "".join(reader.push(text[i : i + size]) for i in range(0, len(text), size))
-        rest, calls = reader.finish()
-        assert (shown + rest).rstrip() == content.rstrip()
-        assert [call["function"]["name"] for call in calls] == names
+        pieces = [reader.push(text[i : i + size]) for i in range(0, len(text), size)]
+        pieces.append(reader.push("", end=True))
+        assert "".join(shown for shown, _ in pieces).rstrip() == content.rstrip()
+        assert [call["function"]["name"] for call in reader.calls] == names
+        streamed = [""] * len(names)
+        for _, changes in pieces:
+            for change in changes:
+                streamed[change["index"]] += change["function"]["arguments"]
+        assert [call["function"]["arguments"] for call in reader.calls] == streamed
+        assert all(re.fullmatch("[A-Za-z0-9]{9}", call["id"]) for call in reader.calls)
 
 
 def test_a_grammar_that_cannot_be_made_says_what_is_missing(monkeypatch):
     grammars = Grammars(SimpleNamespace(tokenizer=None, eos=frozenset()))
     with pytest.raises(SettingsError, match=r"^response_format and tool_choice need a tokenizer and an end"):
-        grammars.json({}, "response_format")
+        grammars.process(Constraint("json", {}, "response_format"))
     unusable = Grammars(SimpleNamespace(tokenizer=object(), eos={1}, vocabulary=8))
     with pytest.raises(
         SettingsError, match=r"^response_format and tool_choice cannot be used with this tokenizer: "
     ):
-        unusable.json({}, "tool_choice")
+        unusable.process(Constraint("json", {}, "tool_choice"))
     for module in ("llguidance", "llguidance.hf"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SettingsError, match=r"pip install '\.\[grammar\]'"):
-        grammars.json({}, "response_format")
+        grammars.process(Constraint("json", {}, "response_format"))
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,22 @@ class Refused(LookaheadError):
         status: the HTTP status.
         code: the error code of the API.
         retry_after: seconds after which the client may retry, or None.
+        param: the field of the request that caused the error, or None.
     """
 
-    def __init__(self, message: str, status: int, code: str, retry_after: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        status: int,
+        code: str,
+        retry_after: int | None = None,
+        param: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.retry_after = retry_after
+        self.param = param
 
 
 def status_of(error: LookaheadError) -> tuple[int, str | None]:

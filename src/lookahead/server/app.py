@@ -36,14 +36,12 @@ from .protocol import (
     CompletionRequest,
     DetokenizeRequest,
     Generating,
-    NamedTool,
     TokenizeRequest,
     suggestion,
 )
 from .responses import Answer, sse
 from .service import Server
 from .settings import Settings
-from .tools import messages_of
 
 #: The request body of each path, for suggestions when a field is unknown.
 REQUESTS: dict[str, type[BaseModel]] = {
@@ -53,7 +51,7 @@ REQUESTS: dict[str, type[BaseModel]] = {
     "/detokenize": DetokenizeRequest,
 }
 #: A branch of a union in the path of an error, which is not a field.
-BRANCH = re.compile(rf"(str|{NamedTool.__name__})$|list\[|literal\[|function-")
+BRANCH = re.compile(r"(str|constrained-str|NamedTool|AllowedToolChoice)$|list\[|literal\[|function-")
 PAGE = Path(__file__).with_name("page.html")
 #: Logged status of a request whose client disconnected (as in nginx).
 GONE = 499
@@ -62,7 +60,7 @@ GONE = 499
 async def _refused(request: Request, error: Any) -> Response:
     status, code = status_of(error)
     named = re.match(r"([a-z_]+(?:\.[a-z_]+)?)(?::| must| needs)", str(error))
-    param = named[1] if named and isinstance(error, SettingsError) else None
+    param = named[1] if named and isinstance(error, SettingsError) else getattr(error, "param", None)
     return error_response(str(error), status, code, param, getattr(error, "retry_after", None))
 
 
@@ -73,14 +71,18 @@ async def _invalid(request: Request, error: Any) -> Response:
     if sent != "application/json" or any(problem["type"] == "json_invalid" for problem in problems):
         return error_response("the body must be JSON, sent as application/json", 400, "invalid_json")
     # A union reports an error for each branch. The deepest error is the most specific.
-    first = max(problems, key=lambda problem: (problem["type"] == "extra_forbidden", len(problem["loc"])))
+    first = max(problems, key=lambda problem: (problem["type"] == "unknown_field", len(problem["loc"])))
     path = [str(part) for part in first["loc"][1:] if not BRANCH.match(str(part))]
-    param = ".".join(path) or None
-    if first["type"] == "extra_forbidden":
+    if first["type"] == "unknown_field":
+        path.append(str(first["ctx"]["name"])[:100])
         asked = REQUESTS.get(request.url.path)
-        meant = suggestion(asked, path) if asked is not None and path else None
+        meant = suggestion(asked, path) if asked is not None else None
         hint = f"; did you mean {'.'.join([*path[:-1], meant])!r}?" if meant is not None else ""
-        return error_response(f"unknown or unsupported field {param!r}{hint}", 400, "unknown_field", param)
+        unknown = ".".join(path)
+        return error_response(
+            f"unknown or unsupported field {unknown!r}{hint}", 400, "unknown_field", unknown
+        )
+    param = ".".join(path) or None
     return error_response(f"{param or 'the body'}: {first['msg']}", 400, "invalid_value", param)
 
 
@@ -169,8 +171,7 @@ async def _stream(
         for chunk in answer.opening():
             yield chunk
         async for update in _updates(queue, answer):
-            choice = answer.take(update)
-            if choice is not None:
+            for choice in answer.take(update):
                 yield answer.chunk(choice)
         if answer.usage_asked:
             yield answer.chunk(usage=answer.usage())
@@ -277,7 +278,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
         if (body.prompt is None) == (body.messages is None):
             raise SettingsError("prompt: either prompt or messages must be given")
         if body.messages is not None:
-            ids = server.ready.chat_tokens(messages_of(body.messages), [])
+            ids = server.ready.chat_tokens(ChatRequest.model_construct(messages=body.messages))
         else:
             ids = server.ready.encode(body.prompt, "prompt")
         return {"tokens": ids, "count": len(ids), "max_model_len": server.ready.context}

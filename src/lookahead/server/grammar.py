@@ -1,4 +1,4 @@
-"""Constrained output: JSON, JSON that follows a schema, or a tool call. Needs the extra ``[grammar]``.
+"""Constrained output: JSON of a schema, a tool call, a regular expression, a grammar. Needs the extra ``[grammar]``.
 
 The grammar is applied once per emitted token, after its true prefix, before temperature and the other filters. It is
 an ordinary logits processor, so drafting works with it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from copy import copy
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,33 @@ if TYPE_CHECKING:
 
 #: No line breaks or runs of spaces, which a small model might repeat forever.
 COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+#: Largest schema or grammar in characters: the time of a mask grows with it.
+LARGEST = 1 << 15
+#: How voluntary calls begin and end, as in ``tools``: what the model writes first, the whole beginning, and the end.
+CALLS = (("<tool_call>", "<tool_call>", "</tool_call>"), ('```json\n{"name"', "```json\n", "\n```"))
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What a completion must match.
+
+    Attributes:
+        kind: "json" (a schema), "regex", "lark" (a grammar), or "calls" (text with tool calls; name -> schema of the
+            arguments).
+        value: the schema, expression, grammar or schemas.
+        param: the field of the request that demands it.
+    """
+
+    kind: str
+    value: Any
+    param: str
+
+    @property
+    def name(self) -> str:
+        """The kind in words."""
+        return {"regex": "regular expression", "lark": "grammar"}.get(self.kind, "JSON schema")
 
 
 class Grammars:
@@ -52,34 +80,67 @@ class Grammars:
                 f"response_format and tool_choice cannot be used with this tokenizer: {error}"
             ) from None
 
-    def json(self, schema: dict[str, Any], param: str) -> JsonProcess:
-        """A logits processor that restricts one completion to JSON that follows a schema.
+    def process(self, constraint: Constraint) -> GrammarProcess:
+        """A logits processor for one completion that matches a constraint; ``copy`` it for others.
 
         Raises:
-            SettingsError: llguidance is not installed, or does not support the tokenizer or the schema; ``param``
-                names the schema's field.
+            SettingsError: llguidance is not installed, or does not support the tokenizer or the constraint.
         """
         tokenizer = self._tokenizer  # first, because its error names the missing package
         from llguidance import LLMatcher
 
+        text = constraint.value if isinstance(constraint.value, str) else json.dumps(constraint.value)
+        if len(text) > LARGEST:
+            raise SettingsError(
+                f"{constraint.param}: a schema or grammar may have at most {LARGEST} characters, got {len(text)}"
+            )
         try:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT)
-            matcher = LLMatcher(tokenizer, grammar, log_level=0)
+            matcher = LLMatcher(tokenizer, self._grammar(constraint.kind, text), log_level=0)
+            matcher.compute_bitmask()  # some errors appear with the first mask
             problem = matcher.get_error() if matcher.is_error() else ""
         except ValueError as error:
             problem = str(error)
         if problem:
-            raise SettingsError(f"{param}: the JSON schema is not supported: {problem[:200]}")
-        return JsonProcess(matcher, self._llm.vocabulary)
+            raise SettingsError(
+                f"{constraint.param}: the {constraint.name} is not supported: {problem.partition('<state>')[0][:200]}"
+            )
+        return GrammarProcess(matcher, self._llm.vocabulary)
+
+    @staticmethod
+    def _grammar(kind: str, text: str) -> str:
+        """A constraint in llguidance's format."""
+        from llguidance import LLMatcher, StructTag
+
+        if kind == "json":
+            return str(LLMatcher.grammar_from_json_schema(text, defaults=COMPACT))
+        if kind == "calls":
+            tags = [
+                StructTag(
+                    trigger=trigger,
+                    begin=f'{opening}{{"name": {json.dumps(name)}, "arguments": ',
+                    grammar=json.dumps({"type": "object"} | schema | {"x-guidance": COMPACT}),
+                    end=f"}}{closing}",
+                )
+                for name, schema in json.loads(text).items()
+                for trigger, opening, closing in CALLS
+            ]
+            return str(StructTag.to_grammar(tags, assume_special=False))
+        return str(
+            LLMatcher.grammar_from_regex(text) if kind == "regex" else LLMatcher.grammar_from_lark(text)
+        )
 
 
-class JsonProcess:
+class GrammarProcess:
     """A logits processor that follows one completion token by token."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._seen: int | None = None
+
+    def copy(self) -> GrammarProcess:
+        """The same processor at its start, for another completion."""
+        return GrammarProcess(self._matcher.deep_copy(), self._vocabulary)
 
     def __call__(self, ids: Any, scores: Any) -> Any:
         """Scores (1, V) after ids (1, L), with -inf for tokens that the grammar forbids.

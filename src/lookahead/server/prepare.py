@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +19,9 @@ from ..drafters import as_drafter
 from ..limits import NO_LIMIT
 from ..llm import LLM
 from ..options import Options
-from ..text.prompts import encode
-from .grammar import Grammars
+from ..text.prompts import encode, has_chat_template
+from .api_errors import Refused
+from .grammar import Constraint, GrammarProcess, Grammars
 from .logprobs import LogProbs
 from .protocol import ChatRequest, CompletionRequest, Generating, LookaheadFields, plain
 from .responses import Answer, ChatAnswer, CompletionAnswer
@@ -26,6 +30,14 @@ from .tools import demanded, messages_of, offered, with_tools
 
 #: Maximum sequence length in tokens, if --max-model-len is not given and the model allows more.
 DEFAULT_LENGTH = 4096
+#: Arguments of ``apply_chat_template`` that a request may not set as variables of the template.
+OF_THE_SERVER = frozenset(
+    (
+        *("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "return_dict"),
+        *("add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_assistant_tokens_mask", "sanitize_control_tokens", "tokenizer_kwargs"),
+    )
+)
 
 
 class Preparer:
@@ -49,6 +61,8 @@ class Preparer:
         self.settings = settings
         self.name = name
         self._grammars = Grammars(llm)
+        #: The text of --chat-template; None without it.
+        self._own_template = _read_template(settings.chat_template)
         facts = llm.probe.facts
         asked = settings.max_model_len
         limits = [llm.context]
@@ -65,7 +79,11 @@ class Preparer:
         self.context = asked if self.longest is None else min(asked, self.longest)
 
     def warm_up(self) -> None:
-        """Compile, and measure the cost of steps, before the first request."""
+        """Compile, measure the cost of steps, and render the chat template, before the first request."""
+        if has_chat_template(self.llm.tokenizer):
+            # A template may reject these messages.
+            with suppress(SettingsError):
+                self.encode([{"role": "user", "content": "Hello"}], "messages", self._variables([]))
         for temperature in (0.0, 1.0):
             self.llm.generate(
                 [1, 2, 3, 1, 2, 3],
@@ -92,16 +110,23 @@ class Preparer:
             raise SettingsError(f"{param}: {error}") from None
 
     def _fitting(self, ids: list[int], param: str) -> list[int]:
-        """The same token ids. Raises SettingsError unless they leave room for at least one more."""
+        """The same token ids. Raises unless they leave room for at least one more."""
         if len(ids) >= self.context:
-            raisable = self.longest is None or self.context < self.longest
-            most = "" if self.longest is None else f" (at most {self.longest} with this model)"
-            more = f" or start the server with a larger --max-model-len{most}" if raisable else ""
-            raise SettingsError(
-                f"{param}: the prompt must be shorter than this server's limit of {self.context} tokens for prompt "
-                f"and answer together, got {len(ids)}; shorten it{more}"
-            )
+            raise self._too_long(len(ids), param)
         return ids
+
+    def _too_long(self, tokens: int, param: str) -> Refused:
+        """The refusal of a prompt. Agents recognise its code and its first sentence, and shorten the conversation."""
+        raisable = self.longest is None or self.context < self.longest
+        most = "" if self.longest is None else f" (at most {self.longest} with this model)"
+        more = f" or start the server with a larger --max-model-len{most}" if raisable else ""
+        return Refused(
+            f"This model's maximum context length is {self.context} tokens. However, your {param} has {tokens} "
+            f"tokens and leaves no room for an answer. Please shorten it{more}.",
+            400,
+            "context_length_exceeded",
+            param=param,
+        )
 
     def completion(self, body: CompletionRequest) -> Answer:
         """The answer of /v1/completions, with its requests.
@@ -115,10 +140,10 @@ class Preparer:
         requests = self._requests(
             body,
             [self._fitting(self.encode(prompt, "prompt"), "prompt") for prompt in body.prompts],
-            max_tokens=body.max_tokens or 16,
+            max_tokens=body.limit,
             logprobs=body.logprobs,
             echo=bool(body.echo),
-            schema=_schema(body),
+            constraint=_constraint(body),
         )
         return CompletionAnswer(body, self.name, requests, self.llm.tokenizer, self._fingerprint())
 
@@ -128,47 +153,61 @@ class Preparer:
         Raises:
             SettingsError: a field that is not supported here.
         """
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise SettingsError("top_logprobs: needs logprobs")
-        schema = _schema(body)
+        if body.limit == 0:
+            raise SettingsError("max_tokens: must be at least 1 for a chat, or -1 for as many as fit, got 0")
+        constraint = _constraint(body)
         call = demanded(body)
-        if schema is not None and call is not None:
-            raise SettingsError("tool_choice: a required tool and a response_format are mutually exclusive")
+        if constraint is not None and call is not None:
+            raise SettingsError(
+                f"{call.param}: tools whose calls must follow a schema and {constraint.param} are mutually exclusive"
+            )
         self._check_choices(body, 1)
-        limits = {body.max_tokens, body.max_completion_tokens} - {None}
-        if len(limits) > 1:
-            raise SettingsError("max_tokens: must equal max_completion_tokens if both are given")
-        ids = self.chat_tokens(messages_of(body.messages), offered(body), body.reasoning_effort)
+        ids = self.chat_tokens(body)
         requests = self._requests(
             body,
             [self._fitting(ids, "messages")],
-            max_tokens=body.max_completion_tokens or body.max_tokens,
+            max_tokens=body.limit,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            schema=schema or call,
+            constraint=constraint or call,
         )
-        return ChatAnswer(body, self.name, requests, self.llm.tokenizer, self._fingerprint())
+        return ChatAnswer(body, self.name, requests, self.llm.tokenizer, self._fingerprint(), self._template)
 
-    def chat_tokens(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], effort: str | None = None
-    ) -> list[int]:
+    def chat_tokens(self, body: ChatRequest) -> list[int]:
         """The token ids of a chat, with the tools described in it.
 
-        Args:
-            messages: the conversation so far.
-            tools: the tools that may be called.
-            effort: ``reasoning_effort`` for the chat template; None for the template's own default.
-
         Raises:
-            SettingsError: the template rejects the messages.
+            SettingsError: the template rejects the messages, or a field that it cannot honour.
         """
-        template = str(getattr(self.llm.tokenizer, "chat_template", None) or "")
-        messages = with_tools(messages, tools, template)
-        variables: dict[str, Any] = {}
-        if tools and "tools" in template:
-            variables["tools"] = tools
-        if effort is not None and "reasoning_effort" in template:
-            variables["reasoning_effort"] = effort
-        return self.encode(messages, "messages", variables)
+        template = self._template
+        tools = offered(body)
+        given = dict(body.chat_template_kwargs or {})
+        reserved = next((name for name in given if name in OF_THE_SERVER), None)
+        if reserved is not None:
+            raise SettingsError(f"chat_template_kwargs: must not set {reserved!r}")
+        if body.reasoning_effort is not None and "reasoning_effort" in template:
+            given.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.add_generation_prompt is not None:
+            given["add_generation_prompt"] = body.add_generation_prompt
+        if body.continue_final_message:
+            if given.setdefault("add_generation_prompt", False):
+                raise SettingsError("continue_final_message: needs add_generation_prompt false")
+            given["continue_final_message"] = True
+        messages = with_tools(messages_of(body.messages), tools, template)
+        return self.encode(messages, "messages", given | self._variables(tools))
+
+    @property
+    def _template(self) -> str:
+        """The chat template; "" if there is none."""
+        return self._own_template or str(getattr(self.llm.tokenizer, "chat_template", None) or "")
+
+    def _variables(self, tools: list[dict[str, Any]]) -> dict[str, Any]:
+        """Variables of the chat template that the server sets."""
+        variables: dict[str, Any] = {"tools": tools} if tools and "tools" in self._template else {}
+        if self._own_template is not None:
+            variables["chat_template"] = self._own_template
+        return variables
 
     def _fingerprint(self) -> str:
         """The server properties that a completion may depend on: version, dtype, device type."""
@@ -191,7 +230,7 @@ class Preparer:
         max_tokens: int | None,
         logprobs: int | None = None,
         echo: bool = False,
-        schema: tuple[dict[str, Any], str] | None = None,
+        constraint: Constraint | None = None,
     ) -> list[Request]:
         """``n`` requests per prompt.
 
@@ -201,16 +240,19 @@ class Preparer:
             max_tokens: maximum tokens of a completion; None for as many as fit.
             logprobs: number of most likely tokens to return with each log-probability; None for no log-probabilities.
             echo: whether to return log-probabilities of the prompts too.
-            schema: the schema of the answer, and the field that requests it.
+            constraint: what each completion must match; None if it is free.
 
         Raises:
             SettingsError: a field that is not supported here.
         """
+        grammar = self._grammars.process(constraint) if constraint is not None else None
         seed = random.getrandbits(62) if body.seed is None else body.seed
         requests = []
         for index, ids in enumerate(ids for ids in prompts for _ in range(body.n or 1)):
-            options = self._options(body, ids, max_tokens, schema)
+            options = self._options(body, ids, max_tokens, grammar)
             request = self.llm.prepare(ids, options, seed + index if options.sampled else None)
+            if body.stop_token_ids:
+                request.eos |= frozenset(body.stop_token_ids)
             if logprobs is not None:
                 recorder = request.choose = LogProbs(as_choose(request.choose), logprobs)
                 request.read_prompt = recorder.read_prompt if echo else None
@@ -223,20 +265,23 @@ class Preparer:
         body: Generating,
         ids: list[int],
         max_tokens: int | None,
-        schema: tuple[dict[str, Any], str] | None,
+        grammar: GrammarProcess | None,
     ) -> Options:
         # Logits processors run in this order.
-        temperature = 1.0 if body.temperature is None else body.temperature
+        temperature = 0.0 if body.top_p == 0 else 1.0 if body.temperature is None else body.temperature
         processors = [self._bias(body.logit_bias)] if body.logit_bias else []
         if body.presence_penalty or body.frequency_penalty:
             processors.append(
                 penalties(len(ids), body.presence_penalty or 0.0, body.frequency_penalty or 0.0)
             )
-        if schema is not None:
-            processors.append(self._grammars.json(*schema))
+        if grammar is not None:
+            processors.append(grammar.copy())
         room = self.context - len(ids)
+        most = room if max_tokens is None else min(max(max_tokens, 1), room)
         given: dict[str, Any] = {
-            "max_new_tokens": min(max_tokens or room, room),
+            "max_new_tokens": most,
+            "min_new_tokens": min(body.min_tokens, most) if body.min_tokens else None,
+            "ignore_eos": bool(body.ignore_eos),
             "temperature": temperature,
             "stop": body.stop or None,
             "repetition_penalty": body.repetition_penalty,
@@ -307,17 +352,45 @@ class Preparer:
         return drafter
 
 
-def _schema(body: Generating) -> tuple[dict[str, Any], str] | None:
-    """(schema of the output, the field that requests it); None for free text."""
-    form = body.response_format
-    if form is None or form.type == "text":
+def _read_template(path: Path | None) -> str | None:
+    if path is None:
         return None
-    if (form.json_schema is None) == (form.type == "json_schema"):
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(
-            "response_format: json_schema must be given if and only if the type is json_schema"
+            f"--chat-template must be a file with a template in Jinja, got {path} ({error})"
+        ) from None
+
+
+def _constraint(body: Generating) -> Constraint | None:
+    """What the output must match; None for free text."""
+    form = body.response_format
+    structured = body.structured_outputs
+    if form is not None and form.type != "text":
+        if structured is not None:
+            raise SettingsError("structured_outputs: and response_format are mutually exclusive")
+        if (form.json_schema is None) == (form.type == "json_schema"):
+            raise SettingsError(
+                "response_format: json_schema must be given if and only if the type is json_schema"
+            )
+        schema = form.json_schema.schema_ if form.json_schema is not None else {"type": "object"}
+        return Constraint("json", schema, "response_format")
+    if structured is None:
+        return None
+    given = structured.model_dump(exclude_none=True, by_alias=True)
+    if len(given) != 1:
+        raise SettingsError(
+            "structured_outputs: must have one of json, json_object, regex, choice and grammar, "
+            f"got {', '.join(given) or 'none'}"
         )
-    schema = form.json_schema.schema_ if form.json_schema is not None else {"type": "object"}
-    return schema, "response_format"
+    ((kind, value),) = given.items()
+    if kind == "json_object":
+        value = {"type": "object"}
+    elif kind == "choice":
+        value = "start: " + " | ".join(map(json.dumps, value))
+    kinds = {"json": "json", "json_object": "json", "regex": "regex"}
+    return Constraint(kinds.get(kind, "lark"), value, "structured_outputs")
 
 
 def penalties(prompt_length: int, presence: float, frequency: float) -> Callable[[Any, Any], Any]:

@@ -1,6 +1,7 @@
-"""Request fields: the OpenAI fields supported here, those that are ignored, and this library's own.
+"""Request fields: OpenAI's that are supported or have no effect here, some of vLLM's, and this library's own.
 
-Any other field is rejected by name.
+Any other field of a request is rejected by name, unless it is null. Unknown keys within messages, tools and calls are
+ignored, because clients send back what they received from other servers.
 """
 
 from __future__ import annotations
@@ -8,15 +9,85 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    create_model,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from ..option import offered
 from ..options import DraftOptions
+
+#: Largest depth of a schema, of the arguments of a call, and of other free-form values.
+DEEPEST = 64
+#: Limits of stop strings, which are searched for at every token.
+MOST_STOPS = 16
+LONGEST_STOP = 256
+#: Largest number of parts of text in the messages of a request.
+MOST_PARTS = 8192
+
+
+def is_shallow(value: Any, deepest: int = DEEPEST) -> bool:
+    """Whether lists and objects are nested at most this deeply, so that recursive code can handle them."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(deepest + 1):
+        level = [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return True
+    return False
+
+
+def _shallow(value: Any) -> Any:
+    if not is_shallow(value):
+        raise PydanticCustomError("too_deep", f"must be nested at most {DEEPEST} levels deep")
+    return value
+
+
+def _at_most(most: int) -> BeforeValidator:
+    """Checks the length of an object or a list before its items."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (dict, list)) and len(value) > most:
+            raise PydanticCustomError("too_long", f"must have at most {most} items, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _kind_of_prompt(value: Any) -> str:
+    """The branch of ``Prompt`` for a value, so that only one is validated and reports its error."""
+    if not isinstance(value, list):
+        return "str"
+    first = value[0] if value else 0
+    return "list[str]" if isinstance(first, str) else "list[list]" if isinstance(first, list) else "list[int]"
+
 
 Item = TypeVar("Item")
 #: A list that is rejected at its first wrong item, because one body may have a million of them.
 Items = Annotated[list[Item], Field(fail_fast=True)]
 TokenIds = Annotated[Items[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Prompt = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[TokenIds, Tag("list[int]")]
+    | Annotated[Items[str], _at_most(4096), Tag("list[str]")]
+    | Annotated[Items[TokenIds], _at_most(4096), Tag("list[list]")],
+    Discriminator(_kind_of_prompt),
+]
+#: A JSON object of any form.
+Free = Annotated[dict[str, Any], AfterValidator(_shallow)]
+Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 
 
 #: Names in other libraries and endpoints -> the equivalent fields here; the first that the endpoint has is suggested.
@@ -27,14 +98,18 @@ OTHER_NAMES = {
     "num_predict": ("max_tokens",),
     "max_output_tokens": ("max_tokens",),
     "num_return_sequences": ("n",),
-    "best_of": ("n",),
+    "stop_token": ("stop_token_ids",),
+    "min_new_tokens": ("min_tokens",),
     "stop_sequences": ("stop",),
     "stop_strings": ("stop",),
     "repeat_penalty": ("repetition_penalty",),
     "do_sample": ("temperature",),
-    "guided_json": ("response_format",),
+    "guided_json": ("structured_outputs",),
+    "guided_regex": ("structured_outputs",),
+    "guided_choice": ("structured_outputs",),
+    "guided_grammar": ("structured_outputs",),
     "json_schema": ("response_format",),
-    "grammar": ("response_format",),
+    "grammar": ("structured_outputs",),
     "functions": ("tools",),
     "function_call": ("tool_choice",),
     "input": ("messages", "prompt"),
@@ -67,10 +142,28 @@ def suggestion(model: type[BaseModel], path: list[str]) -> str | None:
     return next(iter(meant or get_close_matches(name.lower(), known, n=1)), None)
 
 
-class Strict(BaseModel):
-    """Rejects unknown fields, NaN and infinities."""
+class Lenient(BaseModel):
+    """Ignores unknown fields; rejects NaN and infinities."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(allow_inf_nan=False, protected_namespaces=())
+
+
+class Strict(Lenient):
+    """Rejects unknown fields, too. A field that is null is absent."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """The fields that are not null. Rejects the first unknown one, before any is validated."""
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name, value in given.items():
+            if value is not None and name not in known:
+                raise PydanticCustomError("unknown_field", "unknown field", {"name": name})
+        return {name: value for name, value in given.items() if value is not None}
 
 
 #: The settings of ``DraftOptions`` that a request may set.
@@ -95,16 +188,20 @@ class StreamOptions(Strict):
     """Options of a stream."""
 
     include_usage: bool = Field(False, description="Send the token counts in a final chunk without choices.")
+    include_obfuscation: bool = Field(False, description="Accepted; has no effect.")
 
 
-class TextPart(Strict):
+class TextPart(Lenient):
     """A part of a message."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"] = "text"
     text: str
 
 
-Content = str | Items[TextPart]
+Content = Annotated[
+    Annotated[str, Tag("str")] | Annotated[Items[TextPart], Tag("list[]")],
+    Discriminator(lambda value: "list[]" if isinstance(value, list) else "str"),
+]
 
 
 def plain(content: Content | None) -> str:
@@ -121,13 +218,11 @@ class Prediction(Strict):
     content: Content
 
 
-class JsonSchema(Strict):
+class JsonSchema(Lenient):
     """A JSON schema for the completion, which always follows it exactly, with or without ``strict``."""
 
-    name: str
-    schema_: dict[str, Any] = Field({}, alias="schema")
-    description: str | None = None
-    strict: bool | None = None
+    name: str = "schema"
+    schema_: Free = Field({}, alias="schema")
 
 
 class ResponseFormat(Strict):
@@ -137,70 +232,119 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
 
-class Function(Strict):
+class StructuredOutputs(Strict):
+    """What the completion has to match; exactly one field, named as in vLLM."""
+
+    json_: str | Free | None = Field(None, alias="json", description="A JSON schema.")
+    json_object: Literal[True] | None = Field(None, description="Any JSON object.")
+    regex: str | None = Field(None, description="A regular expression.")
+    choice: Annotated[Items[str], Field(min_length=1, max_length=1024)] | None = Field(
+        None, description="One of these strings."
+    )
+    grammar: str | None = Field(None, description="A grammar in Lark's format, as llguidance reads it.")
+
+
+class Function(Lenient):
     """What a tool does, and the JSON schema of its arguments."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] = {}
+    parameters: Annotated[Free, BeforeValidator(lambda given: {} if given is None else given)] = {}
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(Lenient):
     """A function that the model may call."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Function
 
 
-class CalledFunction(Strict):
+class CalledFunction(Lenient):
     """A call made by an earlier completion."""
 
     name: str
-    arguments: str
+    arguments: str | Free = ""
 
 
-class ToolCall(Strict):
+class ToolCall(Lenient):
     """A call with its id."""
 
-    id: str
+    id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class FunctionName(Strict):
+class FunctionName(Lenient):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(Strict):
+class NamedTool(Lenient):
     """A tool that must be called."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionName
 
 
-class Message(Strict):
+class AllowedTools(Lenient):
+    """The tools that may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Items[NamedTool]
+
+
+class AllowedToolChoice(Lenient):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _kind_of_choice(value: Any) -> str:
+    if not isinstance(value, dict):
+        return "literal[]"
+    return AllowedToolChoice.__name__ if value.get("type") == "allowed_tools" else NamedTool.__name__
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("literal[]")]
+    | Annotated[NamedTool, Tag(NamedTool.__name__)]
+    | Annotated[AllowedToolChoice, Tag(AllowedToolChoice.__name__)],
+    Discriminator(_kind_of_choice),
+]
+
+
+class Message(Lenient):
     """One turn of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: str | None = None
+    reasoning_content: str | None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
-    #: Response fields that clients send back; always empty here.
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
+
+
+def _few_parts(messages: Any) -> Any:
+    """Checks the number of parts of all messages before any is validated."""
+    given = messages if isinstance(messages, list) else []
+    contents = (message.get("content") for message in given if isinstance(message, dict))
+    parts = sum(len(content) for content in contents if isinstance(content, list))
+    if parts > MOST_PARTS:
+        raise PydanticCustomError("too_long", f"must have at most {MOST_PARTS} parts of text, got {parts}")
+    return messages
 
 
 class Generating(Strict):
     """The fields of both endpoints."""
 
     model: str | None = Field(None, description="The served model's name; optional.")
-    max_tokens: int | None = Field(None, ge=1, description="Maximum tokens of each completion.")
+    max_tokens: int | None = Field(
+        None, ge=-1, description="Maximum tokens of each completion; -1 for as many as fit."
+    )
+    min_tokens: int | None = Field(None, ge=0, description="End tokens are excluded before this many tokens.")
     n: int | None = Field(
         None, ge=1, description="Number of completions per prompt; completion i uses seed + i."
     )
@@ -210,7 +354,10 @@ class Generating(Strict):
         None, ge=0, le=100, description="0 for greedy decoding; the default is 1."
     )
     top_p: float | None = Field(
-        None, gt=0, le=1, description="Draw from the most likely tokens that together have probability p."
+        None,
+        ge=0,
+        le=1,
+        description="Draw from the most likely tokens that together have probability p; 0 for greedy decoding.",
     )
     top_k: int | None = Field(None, ge=-1, description="Draw from the k most likely tokens; 0 or -1 for all.")
     min_p: float | None = Field(
@@ -231,8 +378,8 @@ class Generating(Strict):
         le=2,
         description="Subtracted from a token's logit once per occurrence in the completion.",
     )
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=1024, description="Numbers added to logits, by token id."
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], _at_most(1024)] | None = Field(
+        None, description="Numbers added to logits, by token id."
     )
     seed: int | None = Field(
         None,
@@ -241,11 +388,22 @@ class Generating(Strict):
         description="The same seed gives the same completion under any load (up to rounding outside the compiled CPU "
         "path).",
     )
-    stop: str | Annotated[Items[str], Field(max_length=16)] | None = Field(
-        None, description="Stop before this string, or the first of several."
+    stop: Stop | Annotated[Items[Stop], Field(max_length=MOST_STOPS)] | None = Field(
+        None,
+        description=f"Stop before this string, or the first of several (at most {MOST_STOPS}, each of at most "
+        f"{LONGEST_STOP} characters).",
     )
+    stop_token_ids: Annotated[Items[Annotated[int, Field(ge=0)]], Field(max_length=1024)] | None = Field(
+        None, description="Further tokens that end the completion."
+    )
+    ignore_eos: bool | None = Field(None, description="Continue after the model's end tokens.")
     response_format: ResponseFormat | None = Field(
         None, description="text, json_object, or json_schema with a schema; needs the extra [grammar]."
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None,
+        description="What the completion must match: json (a schema), json_object, regex, choice or grammar; needs "
+        "the extra [grammar].",
     )
     prediction: Prediction | None = Field(
         None, description="Text that the completion is likely to repeat in large part; used for drafting."
@@ -253,26 +411,31 @@ class Generating(Strict):
     lookahead: LookaheadFields | None = Field(
         None, description="How to draft, and what the response reports about it."
     )
-    #: Fields that clients send by default and that can be ignored here.
+    #: Fields that clients send by default and that do not affect the text here.
     user: str | None = Field(None, description="Accepted; has no effect.")
-    metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted; has no effect.")
-    store: Literal[False] | None = Field(
-        None, description="false is accepted; true is rejected, because nothing is stored here."
+    metadata: Annotated[dict[str, str], _at_most(16)] | None = Field(
+        None, description="Accepted; has no effect."
     )
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+    store: bool | None = Field(None, description="Accepted; has no effect, because nothing is stored here.")
+    service_tier: str | None = Field(
         None, description="Accepted; has no effect, because there is only one tier."
     )
+    safety_identifier: str | None = Field(None, description="Accepted; has no effect.")
+    prompt_cache_key: str | None = Field(None, description="Accepted; has no effect.")
+    prompt_cache_retention: str | None = Field(None, description="Accepted; has no effect.")
+
+    @property
+    def limit(self) -> int | None:
+        """Maximum tokens of a completion; None for as many as fit."""
+        return None if self.max_tokens is None or self.max_tokens < 0 else self.max_tokens
 
 
 class CompletionRequest(Generating):
     """POST /v1/completions."""
 
-    prompt: (
-        str
-        | TokenIds
-        | Annotated[Items[str], Field(min_length=1)]
-        | Annotated[Items[TokenIds], Field(min_length=1)]
-    ) = Field(description="A string, token ids, or a list of either.")
+    prompt: Prompt = Field(description="A string, token ids, or a list of either.")
+    best_of: Literal[1] | None = Field(None, description="Only 1, the default; see n.")
+    suffix: Literal[""] | None = Field(None, description='Only "", the default.')
     echo: bool | None = Field(None, description="Put the prompt before the completion.")
     logprobs: int | None = Field(
         None, ge=0, le=20, description="Add the log-probability of each token, and the k most likely tokens."
@@ -282,29 +445,54 @@ class CompletionRequest(Generating):
     def prompts(self) -> list[Any]:
         """The prompts, as a list."""
         given = self.prompt
-        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+
+    @property
+    def limit(self) -> int | None:
+        return 16 if self.max_tokens is None else super().limit
 
 
 class ChatRequest(Generating):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[Items[Message], Field(min_length=1, max_length=4096)] = Field(
-        description="The conversation so far."
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=4096), BeforeValidator(_few_parts)] = (
+        Field(description="The conversation so far.")
     )
-    max_completion_tokens: int | None = Field(None, ge=1, description="Another name for max_tokens.")
+    max_completion_tokens: int | None = Field(
+        None, ge=-1, description="The newer name of max_tokens, and counts if both are given."
+    )
     logprobs: bool | None = Field(None, description="Add the log-probability of each token.")
     top_logprobs: int | None = Field(
         None, ge=0, le=20, description="Add the k most likely tokens to each; needs logprobs."
     )
     tools: Items[Tool] | None = Field(None, max_length=128, description="Functions that the model may call.")
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+    tool_choice: ToolChoice | None = Field(
         None,
-        description="Whether the model calls a function; required and a named function need the extra [grammar].",
+        description="Whether the model calls a function, and which; required and strict calls need the extra "
+        "[grammar].",
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
         None, description="Passed to the chat template; has no effect if the template does not use it."
     )
     parallel_tool_calls: bool | None = Field(None, description="false allows at most one call.")
+    chat_template_kwargs: Free | None = Field(
+        None, description="Further variables of the chat template, such as enable_thinking."
+    )
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="Whether the prompt ends with the beginning of the assistant's turn; the default is true.",
+    )
+    continue_final_message: bool | None = Field(
+        None,
+        description="Continue the last message instead of answering it; needs add_generation_prompt false.",
+    )
+    modalities: list[Literal["text"]] | None = Field(None, description="Only text.")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted; has no effect.")
+
+    @property
+    def limit(self) -> int | None:
+        newer = self.max_completion_tokens
+        return super().limit if newer is None else None if newer < 0 else newer
 
 
 class TokenizeRequest(Strict):

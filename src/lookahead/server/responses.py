@@ -1,24 +1,47 @@
 """Turns engine updates into API objects: a whole answer, or the chunks of a stream.
 
-A stream has the role, text as tokens are accepted, the finish reason, usage if requested, and [DONE].
+A stream has the role, text as tokens are accepted, the finish reason in a chunk of its own, usage if requested, and
+[DONE].
 """
 
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections import abc
 from dataclasses import dataclass, field
 from time import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core import Request, Sequence, Update
 from ..text.decoder import TextDecoder
+from ..text.tokenizer import byte_alphabet
 from .logprobs import LogProbs, TokenLogProb
 from .metrics import speculation
 from .prediction import Predicted
 from .protocol import ChatRequest, CompletionRequest, Generating
+from .reasoning import CLOSE, OPEN, ThoughtReader
 from .tools import CallReader, offered
+
+
+class Piece(NamedTuple):
+    """What a step adds to a completion.
+
+    Attributes:
+        text: content.
+        reasoning: reasoning.
+        calls: tool calls and their pieces, as in a stream's delta.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    calls: abc.Sequence[dict[str, Any]] = ()
+
+
+#: The bytes of the characters in a byte-level vocabulary, and the name of a byte in a SentencePiece vocabulary.
+BYTES = {character: byte for byte, character in byte_alphabet().items()}
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @dataclass(slots=True, eq=False)
@@ -28,11 +51,12 @@ class Part:
     Attributes:
         index: its index in the answer.
         request: the engine's request.
-        calls: extracts tool calls from the text; None without tools.
+        thoughts: separates reasoning from the text; None if the model does not mark it.
+        calls: separates tool calls from the text; None without tools.
         predicted: compares the tokens with the prediction; None without one.
         shown: the text so far.
+        reasoning: the reasoning so far.
         entries: its log-probabilities, in the endpoint's format.
-        tool_calls: the calls at the end of the text.
         finish: the finish reason, as named in the API.
         decoder: the text of the tokens that have an entry, for text offsets; None before the first.
         before: the number of characters before that text.
@@ -40,11 +64,12 @@ class Part:
 
     index: int
     request: Request
+    thoughts: ThoughtReader | None
     calls: CallReader | None
     predicted: Predicted | None
     shown: str = ""
+    reasoning: str = ""
     entries: list[dict[str, Any]] = field(default_factory=list)
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
     finish: str | None = None
     decoder: TextDecoder | None = None
     before: int = 0
@@ -53,6 +78,23 @@ class Part:
     def logprobs(self) -> LogProbs | None:
         """The recorder of log-probabilities; None if they are not requested."""
         return self.request.choose if isinstance(self.request.choose, LogProbs) else None
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The calls so far."""
+        return self.calls.calls if self.calls is not None else []
+
+    def read(self, text: str, end: bool) -> Piece:
+        """What a new piece of the completion's text adds to the answer."""
+        reasoning = ""
+        calls: list[dict[str, Any]] = []
+        if self.thoughts is not None:
+            reasoning, text = self.thoughts.push(text, end)
+        if self.calls is not None:
+            text, calls = self.calls.push(text, end)
+        self.reasoning += reasoning
+        self.shown += text
+        return Piece(text, reasoning, calls)
 
 
 class Answer:
@@ -64,6 +106,7 @@ class Answer:
         requests: one per completion; those of a prompt are adjacent.
         tokenizer: decodes single tokens.
         fingerprint: identifies the model and this library, for the field system_fingerprint.
+        template: the chat template, for a chat.
 
     Attributes:
         sequences: the engine's sequences; set when the requests are submitted.
@@ -72,9 +115,16 @@ class Answer:
     object = chunk_object = prefix = ""
 
     def __init__(
-        self, body: Generating, model: str, requests: abc.Sequence[Request], tokenizer: Any, fingerprint: str
+        self,
+        body: Generating,
+        model: str,
+        requests: abc.Sequence[Request],
+        tokenizer: Any,
+        fingerprint: str,
+        template: str = "",
     ) -> None:
         self.body = body
+        self.template = template
         self.tokenizer = tokenizer
         self.head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
@@ -92,6 +142,7 @@ class Answer:
             Part(
                 index,
                 request,
+                self.thought_reader(request),
                 self.call_reader(),
                 Predicted(list(request.predicted)) if body.prediction is not None else None,
             )
@@ -100,36 +151,37 @@ class Answer:
         self.asked = body.lookahead
         self.usage_asked = bool(body.stream_options and body.stream_options.include_usage)
 
-    def call_reader(self) -> CallReader | None:
-        """Extracts tool calls from a completion; None without tools."""
+    def thought_reader(self, request: Request) -> ThoughtReader | None:
+        """Separates reasoning from the answer; None if the model does not mark it."""
         return None
 
-    def take(self, update: Update) -> dict[str, Any] | None:
-        """Process an update. Returns the choice of a chunk; None if there is nothing to send."""
+    def call_reader(self) -> CallReader | None:
+        """Separates tool calls from the content; None without tools."""
+        return None
+
+    def take(self, update: Update) -> list[dict[str, Any]]:
+        """Process an update. Returns the choices to send, each in a chunk: the new text, then the finish reason."""
         part = self.parts[self.sequences.index(update.sequence)]
-        finish = update.result.finish_reason if update.result is not None else None
         if part.predicted is not None:
             part.predicted.take(update.tokens)
         entries = self._new_entries(part, update)
-        piece = update.piece
-        if part.calls is not None:
-            piece = part.calls.push(piece)
-            if finish is not None:
-                rest, part.tool_calls = part.calls.finish()
-                piece += rest
-                finish = "tool_calls" if part.tool_calls and finish == "stop" else finish
-        part.shown += piece
         part.entries += entries
-        part.finish = finish
-        trace = self.asked.trace if self.asked is not None else False
-        if not (piece or entries or trace or finish is not None):
-            return None
-        chunk = self.delta(part, piece, entries)
-        if trace and update.tokens:
-            chunk["lookahead"] = self._trace(update)
-        if finish is not None:
-            self._statistics(part, chunk)
-        return chunk
+        piece = part.read(self.text_of(update), update.result is not None)
+        chosen = []
+        trace = self.asked is not None and self.asked.trace and bool(update.tokens)
+        if any(piece) or entries or trace:
+            chosen.append(self.delta(part, piece, entries))
+            if trace:
+                chosen[0]["lookahead"] = self._trace(update)
+        if update.result is not None:
+            part.finish = finish_reason(part, update.result.finish_reason)
+            chosen.append(self.delta(part, Piece(), []))
+            self._statistics(part, chosen[-1])
+        return chosen
+
+    def text_of(self, update: Update) -> str:
+        """The text that an update adds."""
+        return update.piece
 
     def _new_entries(self, part: Part, update: Update) -> list[dict[str, Any]]:
         logprobs = part.logprobs
@@ -139,14 +191,13 @@ class Answer:
         return self._entries(part, logprobs.tokens[len(part.entries) : end])
 
     def _entries(self, part: Part, tokens: abc.Iterable[TokenLogProb]) -> list[dict[str, Any]]:
-        """The log-probabilities of emitted tokens, except for an end token, which is not part of the completion."""
-        ends = part.request.eos
-        return [self.entry(part, entry) for entry in tokens if entry.token not in ends]
+        """The log-probabilities of emitted tokens, in the endpoint's format."""
+        return [self.entry(part, entry) for entry in tokens]
 
     def _statistics(self, part: Part, into: dict[str, Any]) -> None:
         result = self.sequences[part.index].result
         if self.asked is not None and self.asked.stats and result is not None:
-            into["lookahead"] = {**into.get("lookahead", {}), "stats": speculation(result.stats)}
+            into["lookahead"] = {"stats": speculation(result.stats)}
 
     def _trace(self, update: Update) -> dict[str, Any]:
         shown = {"tokens": [self.token_text(token) for token in update.tokens], "path": update.path}
@@ -169,6 +220,16 @@ class Answer:
             )
             self._texts[token] = twice[len(once) :] if twice.startswith(once) else once
         return self._texts[token]
+
+    def token_bytes(self, token: int) -> list[int] | None:
+        """The bytes of a token; None if a part of a character has unknown bytes."""
+        text = self.token_text(token)
+        if "\ufffd" not in text:
+            return list(text.encode())
+        name = str(self.tokenizer.backend_tokenizer.id_to_token(token))
+        if (byte := BYTE_TOKEN.fullmatch(name)) is not None:
+            return [int(byte[1], 16)]
+        return [BYTES[letter] for letter in name] if all(letter in BYTES for letter in name) else None
 
     def is_hidden(self, token: int) -> bool:
         """Whether a token is special, so that it is not in the text."""
@@ -193,7 +254,7 @@ class Answer:
         n = self.body.n or 1
         prompt = sum(len(request.prompt) for request in self.requests[::n])
         cached = sum(sequence.cached for sequence in self.sequences[::n])
-        completion = sum(len(sequence.tokens) for sequence in self.sequences)
+        completion = sum(len(sequence.tokens) for sequence in self.sequences) if self.body.limit != 0 else 0
         predicted = [part.predicted for part in self.parts if part.predicted is not None]
         details = {
             "accepted_prediction_tokens": sum(prediction.accepted for prediction in predicted),
@@ -222,13 +283,18 @@ class Answer:
         """The log-probabilities of a token, in the endpoint's format."""
         raise NotImplementedError
 
-    def delta(self, part: Part, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    def delta(self, part: Part, piece: Piece, entries: list[dict[str, Any]]) -> dict[str, Any]:
         """The choice of a chunk."""
         raise NotImplementedError
 
     def complete(self, part: Part) -> dict[str, Any]:
         """The choice of a whole answer."""
         raise NotImplementedError
+
+
+def finish_reason(part: Part, reason: str) -> str:
+    """The API's finish reason."""
+    return "tool_calls" if part.tool_calls and reason == "stop" else reason
 
 
 def sse(body: Any) -> bytes:
@@ -246,7 +312,18 @@ class CompletionAnswer(Answer):
     def opening(self) -> list[bytes]:
         if not self.body.echo:
             return []
-        return [self.chunk(self.delta(part, self._prompt(part), [])) for part in self.parts]
+        return [self.chunk(self.delta(part, Piece(self._prompt(part)), [])) for part in self.parts]
+
+    @property
+    def _prompt_only(self) -> bool:
+        """Whether no token was asked for; one is decoded, because a pass over a prompt chooses one."""
+        return self.body.max_tokens == 0
+
+    def text_of(self, update: Update) -> str:
+        return "" if self._prompt_only else update.piece
+
+    def _entries(self, part: Part, tokens: abc.Iterable[TokenLogProb]) -> list[dict[str, Any]]:
+        return [] if self._prompt_only else super()._entries(part, tokens)
 
     def _prompt(self, part: Part) -> str:
         """The prompt as text: as given, or without special tokens if it was given as token ids."""
@@ -280,10 +357,10 @@ class CompletionAnswer(Answer):
         }
         return {name: [entry[key] for entry in entries] for name, key in names.items()}
 
-    def delta(self, part: Part, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    def delta(self, part: Part, piece: Piece, entries: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "index": part.index,
-            "text": piece,
+            "text": piece.text,
             "logprobs": self._logprobs(entries),
             "finish_reason": part.finish,
         }
@@ -296,7 +373,7 @@ class CompletionAnswer(Answer):
             text = prompt + text
             if part.logprobs is not None:
                 entries = self._echoed(part, prompt, part.logprobs)
-        return self.delta(part, text, entries)
+        return self.delta(part, Piece(text), entries)
 
     def _echoed(self, part: Part, prompt: str, logprobs: LogProbs) -> list[dict[str, Any]]:
         """The log-probabilities of the prompt and of the completion after it."""
@@ -323,6 +400,12 @@ class ChatAnswer(Answer):
     chunk_object = "chat.completion.chunk"
     prefix = "chatcmpl"
 
+    def thought_reader(self, request: Request) -> ThoughtReader | None:
+        if self.tokenizer is None or CLOSE not in self.template:
+            return None
+        end = str(self.tokenizer.decode(request.prompt[-8:], skip_special_tokens=False))
+        return ThoughtReader(inside=end.rstrip().endswith(OPEN))
+
     def call_reader(self) -> CallReader | None:
         names = {tool["function"]["name"] for tool in offered(self.body)}
         return CallReader(names, first_only=self.body.parallel_tool_calls is False) if names else None
@@ -334,22 +417,14 @@ class ChatAnswer(Answer):
             for i in range(len(self.parts))
         ]
 
-    def chunk(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
-        """Send tool calls in a chunk before the finish reason, because client helpers end a call at the next
-        chunk."""
-        calls = b""
-        for choice in choices:
-            if choice["delta"].get("tool_calls"):
-                first = {name: choice[name] for name in ("index", "logprobs", "delta")}
-                calls += super().chunk(first | {"finish_reason": None})
-                choice |= {"logprobs": None, "delta": {}}
-        return calls + super().chunk(*choices, usage=usage)
+    def _entries(self, part: Part, tokens: abc.Iterable[TokenLogProb]) -> list[dict[str, Any]]:
+        """Without an end token, which is not part of the content."""
+        return super()._entries(part, (token for token in tokens if token.token not in part.request.eos))
 
     def entry(self, part: Part, entry: TokenLogProb) -> dict[str, Any]:
         def described(token: int, logprob: float) -> dict[str, Any]:
             text = self.token_text(token)
-            whole = list(text.encode()) if "\ufffd" not in text else None  # part of a character
-            return {"token": text, "logprob": logprob, "bytes": whole}
+            return {"token": text, "logprob": logprob, "bytes": self.token_bytes(token)}
 
         return described(entry.token, entry.logprob) | {
             "top_logprobs": [described(*pair) for pair in entry.top]
@@ -359,15 +434,19 @@ class ChatAnswer(Answer):
         shown = {"content": entries} if self.body.logprobs else None
         return {"index": part.index, "logprobs": shown, "finish_reason": part.finish}
 
-    def delta(self, part: Part, piece: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
-        delta: dict[str, Any] = {"content": piece} if piece else {}
-        if part.tool_calls:
-            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(part.tool_calls)]
+    def delta(self, part: Part, piece: Piece, entries: list[dict[str, Any]]) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
+        if piece.calls:
+            delta["tool_calls"] = list(piece.calls)
         return self._around(part, entries) | {"delta": delta}
 
     def complete(self, part: Part) -> dict[str, Any]:
         content = part.shown or (None if part.tool_calls else "")
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if part.thoughts is not None:
+            message["reasoning_content"] = part.reasoning or None
         if part.tool_calls:
             message["tool_calls"] = part.tool_calls
         return self._around(part, part.entries) | {"message": message}

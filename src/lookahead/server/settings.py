@@ -1,6 +1,7 @@
 """Settings of the server, from command-line options, LOOKAHEAD_* environment variables and a YAML file, in this order
 of precedence."""
 
+# ruff: noqa: RUF009
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -69,6 +70,9 @@ class Settings(MachineOptions, DrafterOptions):
         None,
         "The model's name in the API; the default is the last part of MODEL. Without this option, requests may also "
         "give MODEL in full.",
+    )
+    chat_template: Path | None = option(
+        None, "A file with the chat template in Jinja; by default the model's own.", metavar="FILE"
     )
     max_model_len: int | None = option(
         None,
