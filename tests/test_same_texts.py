@@ -111,7 +111,8 @@ MODELS = {
     "plain": (lambda: saved("mamba"), {}, "plain", 1e-3),
 }
 #: Fewer cases, for slower models and for those with the texts of another.
-FEW = {"smollm2", "exact", "packed", "exact-attention", "batch-rows", "plain", "gguf-gemma3", "gguf-f16"}
+FEW = {"smollm2", "exact", "packed", "transformers", "exact-attention", "batch-rows", "plain"}
+FEW |= {"gguf-q4_k", "gguf-gemma3", "gguf-f16"}
 
 
 @functools.cache
@@ -240,9 +241,9 @@ def test_texts_of_a_model(name):
 
 
 def drop_in_cases():
-    """case -> options of transformers' ``generate``."""
+    """case -> (prompts, options of transformers' ``generate``); one prompt and several in turn."""
     warm = {"do_sample": True, "temperature": 0.8, "top_k": 0}
-    return {
+    options = {
         "greedy": {},
         "repetition_penalty": {"repetition_penalty": 1.3},
         "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
@@ -254,6 +255,9 @@ def drop_in_cases():
         "min_p": {**warm, "min_p": 0.05},
         "typical_p": {**warm, "typical_p": 0.7},
         "all": {**warm, "top_k": 50, "top_p": 0.95, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3},
+    }
+    return {
+        case: ((CODE, SEVERAL)[number % 2], given) for number, (case, given) in enumerate(options.items())
     }
 
 
@@ -289,14 +293,13 @@ def drop_in(name, prompts, options, **given):
 @pytest.mark.parametrize("name", ["float32", "transformers"])
 def test_texts_of_generate(name):
     texts, wrong = kept("drop-in"), {}
-    for number, (case, options) in enumerate(drop_in_cases().items()):
+    for number, (case, (prompts, options)) in enumerate(drop_in_cases().items()):
         if options.get("do_sample") and texts["torch_numbers"] != torch_numbers():
             continue
         drafter = DRAFTERS[number % len(DRAFTERS)]
-        for kind, prompts in {"one": CODE, "several": SEVERAL}.items():
-            found = drop_in(name, prompts, options, custom_generate=lookahead.generate, drafter=drafter)
-            if found != texts[name][kind][case]:
-                wrong[f"{kind}, {case}, {drafter}"] = found
+        found = drop_in(name, prompts, options, custom_generate=lookahead.generate, drafter=drafter)
+        if found != texts[name][case]:
+            wrong[f"{case}, {drafter}"] = found
     assert not wrong
 
 
@@ -493,11 +496,7 @@ def write_texts():
 def write_drop_in():
     parts = {"torch_numbers": torch_numbers()}
     for name in ("float32", "transformers"):
-        kinds = {"one": CODE, "several": SEVERAL}
-        parts[name] = {
-            kind: {case: drop_in(name, prompts, options) for case, options in drop_in_cases().items()}
-            for kind, prompts in kinds.items()
-        }
+        parts[name] = {case: drop_in(name, *given) for case, given in drop_in_cases().items()}
     (FOLDER / "drop-in.json").write_text(lines(parts) + "\n")
 
 
