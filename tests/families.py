@@ -63,9 +63,9 @@ TABLE = {
     "mamba": ("mamba", {"state_size": 8}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
 }
-#: All but the last two evaluate token trees; lfm2 drafts by batch rows.
 FAMILIES = tuple(TABLE)
-RECURRENT_FAMILIES = ("mamba", "lfm2")
+#: They do not evaluate token trees. All but mamba draft by batch rows.
+NO_TREES = ("bloom", "mpt", "falcon-alibi", "mamba", "lfm2")
 
 
 def tiny_model(family="llama", seed=0, **overrides):

@@ -38,7 +38,7 @@ def test_same_text_and_no_mask(family, monkeypatch):
 
 
 def test_a_model_that_ignores_attention_functions_is_refused():
-    model = tiny_model("bloom")
+    model = tiny_model("stablelm")
     before = model.config._attn_implementation
     with pytest.raises(SettingsError, match="does not accept attention functions"):
         TreeAttention(model, get())

@@ -523,7 +523,6 @@ def test_the_forced_path_gives_the_text_of_plain_decoding(family):
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("bloom", "a bias by distance"),
         ("llama-dynamic-ntk", "dynamic positions"),
         ("falcon", "does not accept attention functions"),
         ("mamba", "cannot evaluate a token tree"),

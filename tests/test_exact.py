@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fake_cuda import TOTAL, FakeCuda
-from families import FAMILIES, RECURRENT_FAMILIES, tiny_model
+from families import FAMILIES, NO_TREES, tiny_model
 from lookahead import LLM
 from lookahead.core import OutOfMemory, SettingsError, TokenTree
 from lookahead.hf.attention import exact as attention
@@ -22,8 +22,8 @@ from lookahead.testing import assert_same_as_autoregressive
 DTYPES = (torch.bfloat16, torch.float16)
 PROMPTS = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9], [3, 4, 3, 4, 3]]
 #: Their classes reject attention functions.
-REFUSED = ("bloom", "mpt", "falcon", "falcon-alibi", "gptj", "stablelm")
-TREES = [family for family in FAMILIES if family not in (*REFUSED, *RECURRENT_FAMILIES)]
+REFUSED = ("falcon", "gptj", "stablelm")
+TREES = [family for family in FAMILIES if family not in (*REFUSED, *NO_TREES)]
 QUICK = ("gemma3", "mixtral")
 
 
@@ -187,7 +187,7 @@ def test_what_is_not_there_is_said():
     with pytest.raises(
         SettingsError, match=r"exact=True is not available.*does not accept attention functions"
     ):
-        make_target(tiny_model("bloom"), exact=True)
+        make_target(tiny_model("stablelm"), exact=True)
     with pytest.raises(SettingsError, match="exact=True is not available on the path 'cuda-graph'"):
         make_target(tiny_model("llama"), path="cuda-graph", exact=True)
     assert make_target(tiny_model("mamba"), exact=True).path == "plain"
@@ -223,7 +223,7 @@ def test_the_option_exact_works_on_every_surface():
     assert as_dict.past_key_values.get_seq_length() == ours.shape[1] - 1
     assert [one.path for one in stats] == ["exact", "exact"]
     with pytest.raises(SettingsError, match="exact=True is not available"):
-        LLM(tiny_model("bloom"), exact=True)
+        LLM(tiny_model("stablelm"), exact=True)
 
 
 # ---- captured, on a simulated device

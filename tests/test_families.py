@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lookahead.hf
-from families import FAMILIES, RECURRENT_FAMILIES, tiny_model
+from families import FAMILIES, NO_TREES, tiny_model
 from lookahead.core import SettingsError
 from lookahead.hf.paths import probe
 
@@ -98,7 +98,7 @@ def test_the_probe_chooses_and_says_why(family):
         assert found.mode == "plain"
         assert "one row per step" in found.reason
     else:
-        assert found.mode == ("tree" if family not in RECURRENT_FAMILIES else "batch-rows")
+        assert found.mode == ("tree" if family not in NO_TREES else "batch-rows")
         assert found.equivalence.difference < 1e-4
 
 

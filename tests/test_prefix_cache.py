@@ -38,8 +38,8 @@ def decode(target, *prompts, new=12):
     return [sequence.tokens for sequence in run(target, requests)]
 
 
-#: The compiled path, and the transformers path with sliding windows and with position biases.
-CASES = [("llama", "cpu"), ("llama", "transformers"), ("gemma2", "transformers"), ("bloom", "transformers")]
+#: The compiled path, and the transformers path without and with sliding windows.
+CASES = [("llama", "cpu"), ("llama", "transformers"), ("gemma2", "transformers")]
 
 
 @pytest.fixture(params=CASES, ids="-".join)
@@ -285,7 +285,3 @@ def test_targets_that_cannot_keep_are_used_as_they_are():
     assert not isinstance(with_prefixes(make_target(rope), 2), PrefixTarget)
     with pytest.raises(SettingsError, match="prefix_cache must be 0 or more, got -1"):
         with_prefixes(FakeTarget(), -1)
-
-
-def test_a_model_without_a_position_limit_keeps_prefixes():
-    assert isinstance(with_prefixes(make_target(tiny_model("bloom")), 2), PrefixTarget)

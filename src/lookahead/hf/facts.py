@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..limits import NO_LIMIT, Limits, positions_of
-from .masks import AlibiBias, LayerKinds
+from .masks import LayerKinds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,14 +40,12 @@ class ModelFacts(PassFacts):
     """The facts that passes over token trees need, in addition to ``PassFacts``.
 
     Attributes:
-        alibi: the bias of an ALiBi model, or None.
         shapes: per layer (key heads, key head size, value head size); None for a layer without keys and values.
         dtype: dtype of keys, values and masks.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self.alibi = AlibiBias.of(model, self.config)
         self.shapes: list[tuple[int, int, int] | None] = []
         self.dtype: torch.dtype = model.dtype
         # The model's own cache reveals the shapes after one token.

@@ -43,9 +43,8 @@ def uncapturable(model: PreTrainedModel, facts: ModelFacts) -> str:
     devices = {str(p.device) for p in model.parameters()}
     if len(devices) > 1:
         return f"{name} is spread over {', '.join(sorted(devices))}, and a graph runs on one device"
-    if facts.alibi is not None or facts.rope_type:
-        what = "a bias by distance (ALiBi)" if facts.alibi is not None else f"{facts.rope_type} positions"
-        return f"{name} has {what}, which change from step to step"
+    if facts.rope_type:
+        return f"{name} has {facts.rope_type} positions, which change from step to step"
     if any(active_hooks(m._forward_hooks) or active_hooks(m._forward_pre_hooks) for m in model.modules()):
         return f"{name} has hooks, which a captured pass would not call again"
     return ""

@@ -23,23 +23,17 @@ below it, and each row of level 1 (b0 b1 b2) hangs below the row of its column. 
     c1       #  .  .  .  .  .  #  #
 
 (``tests/test_targets.py`` checks this drawing against the mask.) A row's column is not its position, so sliding
-windows, chunks and position biases must use positions. Masks are additive floats, because eager attention silently
+windows and chunks must use positions. Masks are additive floats, because eager attention silently
 adds a boolean 4-D mask to the scores.
 """
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import get_ident
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..core import TokenTree
 from .attention.bits import pack_bits, unpack_bits
@@ -150,73 +144,3 @@ def attention_masks(
         mask = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=device)
         masks[kind] = mask.masked_fill_(to_device(allowed, torch.bool, device), 0)[:, None]
     return masks if len(masks) > 1 else masks[kinds.kinds[0]]
-
-
-@dataclass(frozen=True, slots=True)
-class AlibiBias:
-    """The attention bias of ALiBi models (Bloom, Falcon, MPT), by position.
-
-    These models count keys by cache column, but in a tree step a row's column is not its position. During a pass,
-    module pre-hooks replace the bias of each block with the values at the keys' positions.
-
-    Attributes:
-        name: the name of the blocks' argument with the bias: ``alibi``, or ``position_bias`` (MPT; no batch axis).
-        blocks: the modules with that argument.
-        heads, head_size: number of attention heads, and their size.
-    """
-
-    name: str
-    blocks: list[nn.Module]
-    heads: int
-    head_size: int
-
-    @property
-    def one_sequence_only(self) -> bool:
-        """Whether a pass can hold only one sequence, because the bias has no batch axis."""
-        return self.name == "position_bias"
-
-    @classmethod
-    def of(cls, model: nn.Module, config: Any) -> AlibiBias | None:
-        """The bias of a model; None if it has none."""
-        if getattr(config, "alibi", True) is False:  # Falcon with rotary positions
-            return None
-        for name in ("alibi", "position_bias"):
-            lists = [child for child in model.modules() if isinstance(child, nn.ModuleList)]
-            layers = itertools.chain.from_iterable(lists)
-            blocks = [block for block in layers if name in inspect.signature(block.forward).parameters]
-            if blocks:
-                heads = config.num_attention_heads
-                return cls(name, blocks, heads, config.hidden_size // heads)
-        return None
-
-    @contextmanager
-    def at(self, mask: torch.Tensor, keys: torch.Tensor) -> Iterator[None]:
-        """A context in which blocks use this additive mask (B, 1, Q, width) and these key positions (B, width)."""
-        batch, width = keys.shape
-        keys = keys.to(mask.device)
-        thread = get_ident()
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if get_ident() != thread:  # another thread may run a pass on the same model
-                return args, kwargs
-            kwargs = dict(kwargs)
-            if self.one_sequence_only:
-                table = kwargs[self.name]  # (heads, 1, longest), by distance to the last key
-                kwargs[self.name] = table[:, :, -width:][:, :, keys[0]]
-                kwargs["attention_mask"] = mask < 0
-                return args, kwargs
-            table = kwargs[self.name].reshape(batch, self.heads, 1, -1)
-            bias = table.gather(3, keys[:, None, None].expand(batch, self.heads, 1, width))
-            if kwargs[self.name].dim() == 3:  # Bloom: (B * heads, 1, width); the mask is separate
-                kwargs[self.name] = bias.reshape(batch * self.heads, 1, width)
-                kwargs["attention_mask"] = mask
-            else:  # Falcon: (B, heads, 1, width), and again inside the mask
-                kwargs[self.name] = bias
-                scaled = bias * (1 / math.sqrt(self.head_size))
-                kwargs["attention_mask"] = scaled.masked_fill(mask < 0, torch.finfo(mask.dtype).min)
-            return args, kwargs
-
-        with ExitStack() as stack:
-            for block in self.blocks:
-                stack.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))
-            yield

@@ -24,7 +24,7 @@ from .attention_hook import mask_compatible_attention
 from .cuda import to_device
 from .facts import ModelFacts, PassFacts
 from .logits import LogitsBatch, LogitsRows
-from .masks import attention_masks, key_positions, stack_rows
+from .masks import attention_masks, stack_rows
 from .tree_cache import TreeCache
 
 
@@ -164,14 +164,9 @@ class TransformersTarget(StoredTarget):
             return self._pass(trees)
 
     def _one_at_a_time(self, trees: Sequence[tuple[int, TokenTree]]) -> bool:
-        """Whether these sequences need separate passes.
-
-        The model's bias may have no batch axis. A pass also uses one set of rotary frequencies, so sequences on
-        either side of a change cannot share it.
-        """
-        alibi = self.facts.alibi
-        longest = max(self.lengths[slot] for slot, _ in trees)
-        return (alibi is not None and alibi.one_sequence_only) or longest + 1 >= self.facts.rope_boundary
+        """Whether these sequences need separate passes, because a pass uses one set of rotary frequencies and some of
+        the sequences may be past a change of them."""
+        return max(self.lengths[slot] for slot, _ in trees) + 1 >= self.facts.rope_boundary
 
     def _pass(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         slots = [slot for slot, _ in trees]
@@ -197,12 +192,7 @@ class TransformersTarget(StoredTarget):
             return
         facts = self.facts
         device = self.model.device
-        mask = attention_masks(facts.kinds, trees, lengths, positions, facts.dtype, device)
-        if facts.alibi is None:
-            yield mask
-        else:
-            with facts.alibi.at(mask, key_positions(positions, lengths)):
-                yield None
+        yield attention_masks(facts.kinds, trees, lengths, positions, facts.dtype, device)
 
     def _call(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, nodes: list[int], hidden: bool = False
