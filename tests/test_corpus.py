@@ -7,9 +7,12 @@ from itertools import islice
 
 import pytest
 
+from benchmarks.corpus.from_table import LENGTH, chains_of
 from benchmarks.corpus.pack import kept, pack, without_loop
 from benchmarks.corpus.requests import KINDS, LISTS, asks
 from benchmarks.corpus.write import read
+from lookahead.drafters.adaptive.base_files import INCLUDED
+from lookahead.drafters.adaptive.sources.base_table import ABSENT, candidate, find_entry, open_table
 
 
 @pytest.mark.parametrize("writer", ["smollm2", "qwen"])
@@ -75,3 +78,23 @@ def test_repeated_and_damaged_answers_are_dropped(tmp_path) -> None:
     assert (
         read(file) == [json.loads(line) for line in lzma.decompress(file.read_bytes()).splitlines()] == chosen
     )
+
+
+def test_chains_follow_the_entries_of_a_table() -> None:
+    (file,) = INCLUDED.glob("*.safetensors")
+    trie = open_table(file).trie
+    chains = chains_of(trie, 20, seed=0)
+    assert chains.shape == (20, LENGTH + 1)
+    assert (chains == chains_of(trie, 20, seed=0)).all()
+    followed = 0
+    for chain in chains.tolist():
+        tokens = [-1, -1, *chain[: chain.index(-1)]] if -1 in chain else [-1, -1, *chain]
+        for before, previous, last, following in zip(
+            tokens, tokens[1:], tokens[2:], tokens[3:], strict=False
+        ):
+            node = find_entry(trie, before, previous, last)
+            assert following in [
+                candidate(trie, node, i) for i in range(trie.logs.shape[1]) if trie.logs[node, i] != ABSENT
+            ]
+            followed += 1
+    assert followed > 1000
