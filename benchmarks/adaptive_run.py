@@ -25,7 +25,8 @@ from lookahead.bench.record import describe, environment
 from lookahead.core import Drafter, DraftState, Engine, Request, Start, TokenTree
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.draft_state import AdaptiveDraftState
-from lookahead.sampling.choose import SeededNoise, make_choose
+from lookahead.llm import chooser_of
+from lookahead.options import Options
 
 from .datasets import load_workload
 from .plots import COLOURS, new_figure, save
@@ -177,7 +178,6 @@ def main() -> None:
 
     llm = lookahead.load(args.model, dtype=args.dtype)
     target = llm.target()
-    size = llm.vocabulary
     admit = Admission(llm.model, llm.probe, lambda: target)
 
     # Decode every prompt with each method.
@@ -189,7 +189,6 @@ def main() -> None:
                 prompt = item.tokens(llm.tokenizer)
                 made = {}
                 for method in ("plain", "adaptive", "64 rows"):
-                    noise = SeededNoise(number, len(prompt), size, temperature) if temperature else None
                     drafter: Any = Plain()
                     if method == "adaptive":
                         drafter = Watched(Adaptive(), [[0.0] * 3 for _ in LEVELS])
@@ -197,7 +196,11 @@ def main() -> None:
                         drafter = Watched(Adaptive(rows=64), levels[str(temperature)])
                     engine = Engine(lambda: target, admit=admit)
                     start = perf_counter()
-                    choose = make_choose(prompt, None, noise)
+                    options = Options(temperature=temperature)
+                    seed = number if temperature else None
+                    choose, noise = chooser_of(llm.model)(
+                        options, prompt, seed, llm.eos, None, llm.vocabulary, llm.model.device
+                    )
                     sequence = engine.add(
                         Request(prompt, drafter, args.new_tokens, choose, eos=llm.eos, noise=noise)
                     )

@@ -21,7 +21,8 @@ from lookahead.drafters.adaptive.memory import BUCKET, CORPUS
 from lookahead.drafters.adaptive.sources.suffix import SuffixTrie, child, end_of, follow, match
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.hf.paths import make_target
-from lookahead.sampling.choose import SeededNoise, make_choose
+from lookahead.sampling.choose import Chooser
+from lookahead.sampling.noise import SeededNoise
 from lookahead.testing import FakeTarget, repetitive_text, run, tiny_model
 
 PROMPTS = [[1, 2, 3] * 5, [4], [3, 1, 4, 1, 5, 2, 6, 5, 3, 5]]
@@ -159,7 +160,7 @@ def sampled(target, drafter, prompt, seed, temperature, noise=True, new=60):
     def process(ids, scores):
         return scores / temperature
 
-    choose = make_choose(prompt, process, seeded)
+    choose = Chooser(prompt, process, seeded)
     request = Request(prompt, drafter, new, choose, noise=seeded if noise else None)
     return run(target, [request])[0]
 

@@ -14,7 +14,7 @@ from lookahead.core import Request, SettingsError, Start, TokenTree
 from lookahead.drafters.adaptive import SOURCES, Adaptive
 from lookahead.drafters.adaptive.draft_state import AdaptiveDraftState
 from lookahead.drafters.adaptive.state import AdaptiveState
-from lookahead.sampling.choose import SeededNoise
+from lookahead.sampling.noise import SeededNoise
 from lookahead.testing import FakeTarget, repetitive_text, run
 
 GOLDEN = Path(__file__).parent / "data" / "adaptive_trees.json.gz"

@@ -2,13 +2,14 @@
 
 from typing import ClassVar
 
-import pytest
 import torch
 
 from lookahead.core import Request, greedy
 from lookahead.drafters import Lookahead, Plain
 from lookahead.drafters.lookahead import LookaheadDraftState
-from lookahead.sampling.choose import SeededNoise, make_choose
+from lookahead.hf.sampling import SeededTensors, TensorChooser
+from lookahead.sampling.choose import Chooser
+from lookahead.sampling.noise import SeededNoise
 from lookahead.testing import FakeTarget, run
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 3, 4], [5, 6, 7, 8, 1, 2, 3]]
@@ -77,13 +78,18 @@ def test_it_runs_between_launch_and_read():
 
 
 def test_noise_drawn_ahead_is_the_noise_that_would_have_been_drawn():
-    def text(overlaps):
-        noise = SeededNoise(7, len(PROMPTS[0]), 32)
-        assert not noise.overlaps  # on a CPU there is nothing to hide it behind
-        noise.overlaps = overlaps
-        asked, prepare = [], noise.prepare
-        noise.prepare = lambda index: (asked.append(index), prepare(index))[1]
-        choose = make_choose(PROMPTS[0], None, noise)
+    def text(ahead):
+        asked = []
+        if ahead:
+            noise = SeededTensors(7, len(PROMPTS[0]), 32, device="cpu")
+            prepare = noise.prepare
+            noise.prepare = lambda index: (asked.append(index), prepare(index))[1]
+            choose = TensorChooser(PROMPTS[0], None, noise)
+        else:
+            noise = SeededNoise(7, len(PROMPTS[0]), 32)
+            at = noise.at
+            noise.at = lambda index: (asked.append(index), at(index))[1]
+            choose = Chooser(PROMPTS[0], None, noise)
         target = Tensors()
         (sequence,) = run(target, [Request(PROMPTS[0], Lookahead(5, 4, 5), 40, choose)])
         return sequence, asked
@@ -110,9 +116,3 @@ class Tensors(FakeTarget):
             honest = one.row
             one.row = lambda node, honest=honest: 8 * torch.tensor(honest(node))
         return scores
-
-
-def test_noise_is_computed_ahead_only_on_a_gpu():
-    assert SeededNoise(1, 2, 8, device="meta").overlaps
-    with pytest.raises(TypeError):
-        SeededNoise()

@@ -18,7 +18,7 @@ from lookahead.drafters.adaptive.sources import base_table
 from lookahead.drafters.adaptive.sources.base_table import ABSENT, NO_TRIE, STEP, open_table, save_table
 from lookahead.learning.table import LEAST, SHORTER, WIDTH, Places, build, count_kinds, levels_of, trie_of
 from lookahead.learning.text_parts import Text
-from lookahead.sampling.choose import Temperature
+from lookahead.sampling.processors import Temperature
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, repetitive_text, run
 
 V = 70_000  # needs more than 16 bits
@@ -303,7 +303,8 @@ def test_the_comparison_finds_a_wrong_text(own_table, accept_a_wrong_node):
 
 def test_sampled_texts_with_a_table_are_those_of_plain_decoding(own_table):
     from lookahead.hf.paths import make_target
-    from lookahead.sampling.choose import SeededNoise, make_choose
+    from lookahead.sampling.choose import Chooser
+    from lookahead.sampling.noise import SeededNoise
     from lookahead.testing import tiny_model
 
     model = tiny_model(vocab_size=32)
@@ -313,7 +314,7 @@ def test_sampled_texts_with_a_table_are_those_of_plain_decoding(own_table):
         for number, prompt in enumerate(PROMPTS):
             noise = SeededNoise(number, len(prompt), 32, 0.8)
             requests.append(
-                Request(prompt, drafter, 30, make_choose(prompt, Temperature(0.8), noise), noise=noise)
+                Request(prompt, drafter, 30, Chooser(prompt, Temperature(0.8), noise), noise=noise)
             )
         tokens.append([sequence.tokens for sequence in run(make_target(model), requests)])
     assert tokens[0] == tokens[1]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from numba import cfunc, njit, types
 
-from lookahead.core import TokenTree
+from lookahead.core import TokenTree, greedy
 from lookahead.core.errors import NumericalError
 from lookahead.cpu.compiled_model import CompiledModel
 from lookahead.cpu.execution_plan import ExecutionState
@@ -40,7 +40,8 @@ from lookahead.cpu.target import CpuTarget
 from lookahead.hf.logits import LogitsBatch
 from lookahead.hf.module_families import blueprint_of
 from lookahead.hf.paths import make_target
-from lookahead.sampling.choose import SeededNoise, make_choose
+from lookahead.sampling.choose import Chooser
+from lookahead.sampling.noise import SeededNoise
 from lookahead.testing import assert_same_as_autoregressive
 from test_cpu_target import FAMILIES, VOCABULARY, of_capacity, prompt, tiny
 
@@ -186,7 +187,7 @@ def test_text_in_bf16_is_exactly_that_of_plain_decoding(method: str, temperature
             [prompt(n, n) for n in (3, 12, 40)],
             method,
             180,
-            choose=lambda: make_choose([], None, SeededNoise(5, 0, VOCABULARY, 0.8) if temperature else None),
+            choose=lambda: Chooser([], None, SeededNoise(5, 0, VOCABULARY, 0.8)) if temperature else greedy,
         )
 
 

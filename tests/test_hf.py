@@ -27,7 +27,7 @@ from lookahead.core import SettingsError
 from lookahead.hf import batch_sequence, refusals
 from lookahead.hf.custom_generate import generate
 from lookahead.hf.paths import make_target
-from lookahead.sampling.choose import GeneratorNoise, RowNoise
+from lookahead.hf.sampling import GeneratorNoise, RowNoise
 
 
 @functools.cache

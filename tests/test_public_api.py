@@ -29,6 +29,7 @@ def test_exported_names_are_exactly_these():
         "Stats",
         "__version__",
         "as_drafter",
+        "as_torch",
         "default_model",
         "generate",
         "load",

@@ -41,13 +41,10 @@ def instructions():
 
 def processed(options, ids, scores, eos):
     """Scores (V,) after all processors and warpers of ``options``, for a prompt of one token and the text ``ids``."""
-    import torch
+    from lookahead.sampling.processors import ARRAYS, make_process
 
-    from lookahead.sampling.processors import make_process
-
-    process = make_process(lookahead.Options(**options), 1, frozenset(eos), None, "cpu", len(scores))
-    rows = process(torch.tensor([ids]), torch.tensor(scores, dtype=torch.float32)[None])
-    return rows[0].numpy()
+    process = make_process(ARRAYS, lookahead.Options(**options), 1, frozenset(eos), None, len(scores))
+    return process(np.array([ids]), np.array(scores, np.float32)[None])[0]
 
 
 def server(llm):

@@ -11,22 +11,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lookahead.core import NumericalError, SettingsError, greedy
+from lookahead.hf import sampling as tensors
 from lookahead.hf.logits import HostLogits, LogitsBatch, LogitsRows
+from lookahead.hf.sampling import SeededTensors, TensorChooser, gumbel_tensor
 from lookahead.jit import entry
 from lookahead.options import Options
-from lookahead.sampling import choose as sampling
 from lookahead.sampling import draws
-from lookahead.sampling.choose import (
-    Chooser,
-    SeededNoise,
-    Temperature,
-    gumbel,
-    key_of,
-    make_choose,
-    start_of,
-)
+from lookahead.sampling.choose import Chooser, make_choose
 from lookahead.sampling.draws import GROUP, gumbel_of
-from lookahead.sampling.processors import make_process
+from lookahead.sampling.noise import SeededNoise, gumbel, key_of, start_of
+from lookahead.sampling.processors import ARRAYS, Temperature, make_process
 from lookahead.threads import one_thread
 
 
@@ -79,24 +73,24 @@ def test_noise_depends_on_seed_and_position_and_on_nothing_else():
     first = gumbel(7, 3, 1000)
     torch.manual_seed(0)
     gumbel(8, 3, 10)
-    assert torch.equal(first, gumbel(7, 3, 1000))
-    assert torch.equal(first[:10], gumbel(7, 3, 10))
+    assert np.array_equal(first, gumbel(7, 3, 1000))
+    assert np.array_equal(first[:10], gumbel(7, 3, 10))
     for other in (gumbel(8, 3, 1000), gumbel(7, 4, 1000)):
-        assert abs(float(torch.corrcoef(torch.stack([first, other]))[0, 1])) < 0.1
+        assert abs(np.corrcoef(first, other)[0, 1]) < 0.1
 
 
 @pytest.mark.parametrize("size", [1, 7, 4096, 50_257])
 def test_noise_is_the_same_on_every_device(size):
     """Integers are identical; the two logarithms may differ in the last bit."""
     for seed, position in ((0, 0), (-3, 17), (1 << 70, 100_000)):
-        other = sampling._on_cuda(start_of(key_of(seed), position), size, "cpu")
-        assert torch.allclose(gumbel(seed, position, size), other, rtol=3e-7, atol=1e-7)
+        other = tensors._on_cuda(start_of(key_of(seed), position), size, "cpu").numpy()
+        assert np.allclose(gumbel(seed, position, size), other, rtol=3e-7, atol=1e-7)
 
 
 def test_noise_needs_no_float64_on_the_device(monkeypatch):
     """MPS has none; the noise is computed on the CPU, except for CUDA."""
-    monkeypatch.setattr(sampling, "_on_cuda", None)
-    assert gumbel(0, 3, 7, "meta").device.type == "meta"
+    monkeypatch.setattr(tensors, "_on_cuda", None)
+    assert gumbel_tensor(0, 3, 7, "meta").device.type == "meta"
 
 
 @entry
@@ -112,8 +106,8 @@ def test_the_noise_of_single_tokens_is_that_of_the_whole_row(seed):
     for position in (0, 17, 100_000):
         found = np.zeros(len(tokens), np.float32)
         _single(np.uint64(key_of(seed)), position, tokens, found)
-        assert np.allclose(found, gumbel(seed, position, 49_152).numpy()[tokens], rtol=3e-7, atol=1e-7)
-        assert not np.allclose(found, gumbel(seed, position + 1, 49_152).numpy()[tokens], rtol=1e-2)
+        assert np.allclose(found, gumbel(seed, position, 49_152)[tokens], rtol=3e-7, atol=1e-7)
+        assert not np.allclose(found, gumbel(seed, position + 1, 49_152)[tokens], rtol=1e-2)
 
 
 def _in_and_out():
@@ -146,34 +140,34 @@ def test_one_thread_is_left_as_it_was_found():
 
 
 def test_noise_is_standard_gumbel():
-    noise = gumbel(5, 0, 200_000).double()
-    assert noise.isfinite().all()
+    noise = gumbel(5, 0, 200_000).astype(np.float64)
+    assert np.isfinite(noise).all()
     assert float(noise.mean()) == pytest.approx(0.5772, abs=0.01)
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.03)
 
 
 def test_draws_have_the_probabilities_of_softmax_jointly():
-    logits = torch.tensor([1.0, 0.0, -0.5, 0.7])
-    law = logits.softmax(-1)
+    logits = np.array([1.0, 0.0, -0.5, 0.7], np.float32)
+    law = np.exp(logits) / np.exp(logits).sum()
     pairs = [0] * 16
     for seed in range(6000):
         a = int((logits + gumbel(seed, 20, 4)).argmax())
         b = int((logits + gumbel(seed, 21, 4)).argmax())
         pairs[4 * a + b] += 1
     # With 15 degrees of freedom, chance exceeds 37.7 once in a thousand; the seeds are fixed.
-    assert chi_square(pairs, torch.outer(law, law).flatten().tolist()) < 37.7
+    assert chi_square(pairs, np.outer(law, law).flatten().tolist()) < 37.7
 
 
 def test_a_continued_text_goes_on_as_the_whole_did():
     rows = torch.randn(12, 30, generator=torch.Generator().manual_seed(1)).tolist()
-    whole, prompt = make_choose([4, 5], noise=SeededNoise(9, 2, 30)), [4, 5]
+    whole, prompt = Chooser([4, 5], noise=SeededNoise(9, 2, 30)), [4, 5]
     tokens = [whole(scores_of([row]), 0) for row in rows]
-    second = make_choose(prompt + tokens[:5], noise=SeededNoise(9, 7, 30))
+    second = Chooser(prompt + tokens[:5], noise=SeededNoise(9, 7, 30))
     assert [second(scores_of([row]), 0) for row in rows[5:]] == tokens[5:]
 
 
 def test_plain_greedy_is_the_core_s_own():
-    assert make_choose([1]) is greedy
+    assert make_choose(Options(), [1], None, frozenset(), None, 10) == (greedy, None)
 
 
 def test_processors_see_the_true_prefix_and_may_write_in_place():
@@ -230,7 +224,7 @@ class HostReads(TorchDispatchMode):
 
 
 def test_a_draw_reads_the_device_once():
-    choose = make_choose([1, 2], None, SeededNoise(3, 2, 50))
+    choose = TensorChooser([1, 2], None, SeededTensors(3, 2, 50, device="cpu"))
     rows = scores_of([torch.randn(50).tolist()])
     rows.best(0)
     with HostReads() as watch:
@@ -267,9 +261,9 @@ def test_noise_is_drawn_on_a_stream_of_its_own(monkeypatch):
     fake = SimpleNamespace(
         Stream=lambda device: Stream("side"), stream=stream, current_stream=lambda device: Stream("step")
     )
-    monkeypatch.setattr(sampling.torch, "cuda", fake)
-    monkeypatch.setattr(sampling, "gumbel", drawn)
-    noise = SeededNoise(1, 0, 10, device="cuda")
+    monkeypatch.setattr(tensors.torch, "cuda", fake)
+    monkeypatch.setattr(tensors, "gumbel_tensor", drawn)
+    noise = SeededTensors(1, 0, 10, device="cuda")
     noise.prepare(4)
     assert events == ["on side", "drawn"]
     noise.at(4)
@@ -278,7 +272,7 @@ def test_noise_is_drawn_on_a_stream_of_its_own(monkeypatch):
 
 def defined(row, seed, position, temperature):
     """The token drawn by definition, with noise for the whole row."""
-    return int((torch.from_numpy(row) / temperature + gumbel(seed, position, len(row))).argmax())
+    return int((row / np.float32(temperature) + gumbel(seed, position, len(row))).argmax())
 
 
 def peaks_of(row):
@@ -297,7 +291,7 @@ def rows_to_draw_from():
                 number += 1
                 row = (random.standard_normal(size) * scale).astype(np.float32)
                 yield row, number, number % 7, temperature
-                noise = gumbel(number, number % 7, size).numpy()
+                noise = gumbel(number, number % 7, size)
                 # The token with the most noise wins or loses by a little.
                 lucky, best = int(noise.argmax()), float((row / temperature + noise).max())
                 for by in (-1e-2, -1e-5, 0.0, 1e-5, 1e-2):
@@ -357,20 +351,21 @@ def test_a_temperature_alone_is_applied_to_the_logits_that_matter():
     """Tokens equal those of transformers' warper on whole rows, in float32 and in the bits of bf16."""
     from transformers import TemperatureLogitsWarper
 
-    process = make_process(Options(temperature=0.8), 1, frozenset(), None, "cpu", 96)
+    process = make_process(ARRAYS, Options(temperature=0.8), 1, frozenset(), None, 96)
     assert process == Temperature(0.8)
     rows = torch.randn(40, 5000, generator=torch.Generator().manual_seed(2)) * 3
     for logits in (rows, rows.bfloat16()):
         bits = logits.view(torch.int16) if logits.dtype == torch.bfloat16 else logits
         in_memory = InMemory(bits.numpy(), np.stack([peaks_of(row) for row in logits.float().numpy()]))
         tables = [LogitsRows(batch, 0) for batch in (LogitsBatch(logits[None]), in_memory)]
-        tables.append(SimpleNamespace(best=tables[0].best, row=tables[0].row))  # on another device
         texts = []
-        for table, step in [
-            (tables[0], TemperatureLogitsWarper(0.8)),
-            *((table, process) for table in tables),
-        ]:
-            choose = Chooser([1], step, SeededNoise(4, 1, 5000))
-            texts.append([choose(table, node) for node in range(40)])
-        assert texts[1:] == [texts[0]] * 3
+        for step, kind, noise in (
+            (TemperatureLogitsWarper(0.8), TensorChooser, SeededTensors(4, 1, 5000, device="cpu")),
+            (process, TensorChooser, SeededTensors(4, 1, 5000, device="cpu")),
+            (process, Chooser, SeededNoise(4, 1, 5000)),
+        ):
+            for table in tables:
+                choose = kind([1], step, noise)
+                texts.append([choose(table, node) for node in range(40)])
+        assert texts[1:] == [texts[0]] * 5
     assert len(set(texts[0])) > 20

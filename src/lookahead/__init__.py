@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .checkpoints import BUNDLED, default_model
     from .drafters.adaptive.state import AdaptiveState
     from .hf.custom_generate import generate
+    from .hf.sampling import as_torch
     from .llm import LLM
     from .loading import load, refresh
     from .options import Options
@@ -45,6 +46,7 @@ __all__ = [
     "Stats",
     "__version__",
     "as_drafter",
+    "as_torch",
     "default_model",
     "generate",
     "load",
@@ -56,6 +58,7 @@ MODULES = {
     "LLM": "llm",
     "AdaptiveState": "drafters.adaptive.state",
     "Options": "options",
+    "as_torch": "hf.sampling",
     "default_model": "checkpoints",
     "generate": "hf.custom_generate",
     "load": "loading",

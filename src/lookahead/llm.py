@@ -12,11 +12,12 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from secrets import randbits
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from .admission import Admission
-from .core import UNLIMITED_ROWS, Choose, Engine, Request, Result, SettingsError, Target, Update, greedy
+from .core import UNLIMITED_ROWS, Choose, Engine, Request, Result, SettingsError, Target, Update
 from .core.prefix_cache import with_prefixes
 from .drafters import Adaptive, Lookahead, as_drafter
 from .hf.fingerprint import fingerprint, refreshes
@@ -26,7 +27,6 @@ from .limits import positions_of
 from .model import OwnModel
 from .option import refuse_unknown
 from .options import BatchKeywords, BatchOptions, Keywords, Options, Process
-from .sampling.processors import make_process
 from .text.decoder import TextDecoder, split_stops
 from .text.prompts import OnePrompt, Prompt, as_list, encode
 
@@ -35,9 +35,21 @@ if TYPE_CHECKING:
 
     from .drafters.adaptive.state import AdaptiveState
     from .parallel import RankGroup
+    from .sampling.noise import SeededNoise
 
 
 Updates = Generator[Update, None, None]
+
+
+def chooser_of(model: Any) -> Callable[..., tuple[Choose, SeededNoise | None]]:
+    """``make_choose`` for the rows of a model: tensors of a transformers model, arrays of any other."""
+    if model is None or isinstance(model, OwnModel):
+        from .sampling import choose as of_arrays
+
+        return of_arrays.make_choose
+    from .hf import sampling as of_tensors
+
+    return of_tensors.make_choose
 
 
 class Stream:
@@ -284,7 +296,7 @@ class LLM:
             typical_p: sample from locally typical tokens that together have probability p (Meister et al., 2023).
             repetition_penalty: above 1 discourages tokens of the prompt and the completion; 1 is neutral.
             no_repeat_ngram_size: never repeat an n-gram of this size.
-            seed: sampling seed; by default torch's generator chooses one. Prompt i uses seed + i.
+            seed: sampling seed; by default a random one. Prompt i uses seed + i.
             bad_words: strings, or lists of token ids, that never appear.
             logits_processor: callables (ids (1, L), scores (1, V)) -> scores (1, V), applied before temperature.
             batch_size: number of prompts that share forward passes; None for all.
@@ -375,12 +387,10 @@ class LLM:
         seeds: Sequence[int | None] | None = chosen.seeds
         if seeds is not None and len(seeds) != len(prompts):
             raise SettingsError(f"seeds must be one per prompt ({len(prompts)}), got {len(seeds)}")
-        if not chosen.sampled:  # greedy must not touch torch's generator
+        if not chosen.sampled:
             seeds = [None] * len(prompts)
         elif seeds is None:
-            import torch
-
-            first = int(torch.randint(2**62, ())) if chosen.seed is None else chosen.seed
+            first = randbits(62) if chosen.seed is None else chosen.seed
             seeds = range(first, first + len(prompts))
         requests = [self.prepare(prompt, chosen, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
         return self._decode(requests, chosen.batch_size or 1)
@@ -482,7 +492,6 @@ class LLM:
             SettingsError: the prompt or an option is not valid.
         """
         ids = self.encode(prompt)
-        device = self.model.device
         length = options.max_new_tokens
         if self.context is not None:
             length = min(length, self.context - len(ids))
@@ -490,15 +499,10 @@ class LLM:
             raise SettingsError(f"stop strings need a tokenizer, but {self.tokenizer_error}")
         stops, stop_tokens = split_stops(self.tokenizer, options.stops)
         eos = frozenset() if options.ignore_eos else self.eos
-        process = make_process(options, len(ids), eos, self.tokenizer, device, self.vocabulary)
-        noise = None
-        choose: Choose = greedy
-        if process is not None or seed is not None:
-            from .sampling.choose import Chooser, SeededNoise
-
-            if seed is not None:
-                noise = SeededNoise(seed, len(ids), self.vocabulary, options.temperature, device)
-            choose = Chooser(ids, process, noise)
+        make_choose = chooser_of(self.model)
+        choose, noise = make_choose(
+            options, ids, seed, eos, self.tokenizer, self.vocabulary, self.model.device
+        )
         return Request(
             ids,
             options.drafting(self.drafter),

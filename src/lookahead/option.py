@@ -30,7 +30,7 @@ def option(
     text: bool = True,
     keyword: bool = True,
     secret: bool = False,
-    warper: tuple[str, float] | None = None,
+    neutral: float | None = None,
 ) -> Any:
     """A dataclass field that is an option.
 
@@ -44,11 +44,11 @@ def option(
         text: whether it can be given as text (command line, environment, files, requests).
         keyword: whether it is a keyword-only argument in Python.
         secret: whether messages must not show its value.
-        warper: the class in transformers that applies it to the scores when sampling, and its neutral value, whose
-            type is also the argument's type.
+        neutral: for options that change the scores when sampling, the value without effect, which has the type of
+            the processor's argument.
     """
     metadata = {"help": help, "rule": rule, "common": common, "metavar": metavar, "kind": kind, "text": text}
-    metadata["warper"] = warper
+    metadata["neutral"] = neutral
     return dataclasses.field(default=default, kw_only=keyword, repr=not secret, metadata=metadata)
 
 

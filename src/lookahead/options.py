@@ -2,7 +2,7 @@
 
 A field of these dataclasses is an option of the commands, of the server and of the plug-in for llm.
 ``lookahead.load`` and ``LLM.generate`` repeat the keywords in their signatures, and a test compares them. Fields of
-``Options`` that name a warper are applied in field order; other options are applied in ``sampling.processors`` and
+``Options`` with a neutral value are applied in field order; other options are applied in ``sampling.processors`` and
 ``loading``.
 
 This module does not import torch.
@@ -209,29 +209,27 @@ class Options(OptionSet):
         0.0,
         "0 is greedy; above 0 samples.",
         TEMPERATURE,
-        warper=("TemperatureLogitsWarper", 1.0),
+        neutral=1.0,
         common=True,
     )
-    top_k: int | None = option(
-        None, "Sample from the k most likely tokens.", COUNT, warper=("TopKLogitsWarper", 0)
-    )
+    top_k: int | None = option(None, "Sample from the k most likely tokens.", COUNT, neutral=0)
     top_p: float | None = option(
         None,
         "Sample from the most likely tokens that together have probability p.",
         SHARE,
-        warper=("TopPLogitsWarper", 1.0),
+        neutral=1.0,
     )
     min_p: float | None = option(
         None,
         "Sample from tokens with at least p times the probability of the most likely one.",
         SHARE,
-        warper=("MinPLogitsWarper", 0.0),
+        neutral=0.0,
     )
     typical_p: float | None = option(
         None,
         "Sample from locally typical tokens that together have probability p (Meister et al., 2023).",
         SHARE,
-        warper=("TypicalLogitsWarper", 1.0),
+        neutral=1.0,
     )
     repetition_penalty: float | None = option(
         None, "Above 1 discourages tokens of the prompt and the completion; 1 is neutral.", POSITIVE
@@ -239,7 +237,7 @@ class Options(OptionSet):
     no_repeat_ngram_size: int | None = option(None, "Never repeat an n-gram of this size.", COUNT)
     seed: int | None = option(
         None,
-        "Sampling seed; by default torch's generator chooses one. Prompt i uses seed + i.",
+        "Sampling seed; by default a random one. Prompt i uses seed + i.",
         WHOLE,
         common=True,
     )
@@ -258,7 +256,7 @@ class Options(OptionSet):
             )
         if any(len(word) == 0 for word in self.bad_words or ()):
             raise SettingsError("a bad word must be a string or a list of token ids, got an empty one")
-        for name, _, _ in self.warpers():
+        for name, _ in self.warpers():
             if not self.sampled and name != "temperature" and getattr(self, name) is not None:
                 raise SettingsError(
                     f"{name} needs a temperature above 0, got temperature {self.temperature:g} (greedy); "
@@ -274,9 +272,10 @@ class Options(OptionSet):
         return as_drafter(self.drafter) if self.drafter is not None else default
 
     @classmethod
-    def warpers(cls) -> list[tuple[str, str, float]]:
-        """Options that change the scores when sampling, in order: (name, class in transformers, neutral value)."""
-        return [(field.name, *field.metadata["warper"]) for field in fields(cls) if field.metadata["warper"]]
+    def warpers(cls) -> list[tuple[str, float]]:
+        """Options that change the scores when sampling, in order: (name, neutral value)."""
+        both = [(field.name, field.metadata["neutral"]) for field in fields(cls)]
+        return [(name, neutral) for name, neutral in both if neutral is not None]
 
     @property
     def sampled(self) -> bool:

@@ -26,11 +26,9 @@ from ..drafters.names import METHODS
 from ..hf.fingerprint import checksum
 from ..limits import NO_LIMIT, Probe
 from ..llamacpp.model import LlamaCppModel
-from ..llm import LLM
+from ..llm import LLM, chooser_of
 from ..loading import load
 from ..options import OF_LLAMA_CPP, Options
-from ..sampling.choose import SeededNoise, make_choose
-from ..sampling.processors import make_process
 
 #: Plain decoding, with which every other method is compared.
 PLAIN = Plain.name
@@ -184,13 +182,14 @@ def make_request(
         drafter: the drafter with its settings.
         options: the length, and the options of sampling.
     """
-    noise = process = None
+    sampling = Options()
     if options.temperature:
-        device = getattr(model.model, "device", None)
-        noise = SeededNoise(options.seed, len(prompt), model.target.vocabulary, options.temperature, device)
         sampling = Options(temperature=options.temperature, top_k=options.top_k or None)
-        process = make_process(sampling, len(prompt), model.eos, None, device, model.target.vocabulary)
-    choose = make_choose(prompt, process, noise)
+    seed = options.seed if sampling.sampled else None
+    device = getattr(model.model, "device", None)
+    choose, noise = chooser_of(model.model)(
+        sampling, prompt, seed, model.eos, None, model.target.vocabulary, device
+    )
     return Request(prompt, drafter, options.max_new_tokens, choose, model.eos, noise=noise)
 
 

@@ -15,8 +15,8 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ..core import SettingsError
-from ..core.verify import Choose
-from ..sampling.choose import GeneratorNoise, RowNoise, make_choose
+from ..core.verify import Choose, greedy
+from .sampling import GeneratorNoise, RowNoise, TensorChooser
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -89,7 +89,10 @@ class Row:
         """The chooser of the tokens from here on."""
         elsewhere = self.device != self.prompt.device
         process = self._process if self.records or self.processors is not None or elsewhere else None
-        return make_choose(self._ids[0, : self._end].tolist(), process, self.noise())
+        noise = self.noise()
+        if process is None and noise is None:
+            return greedy
+        return TensorChooser(self._ids[0, : self._end].tolist(), process, noise)
 
     def _process(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Scores (1, V) from logits (1, V). Records both if requested."""

@@ -19,7 +19,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..admission import Admission, precompile
 from ..core import Engine, LookaheadError, Request, SettingsError, Stats, Target
 from ..drafters import as_drafter
-from ..sampling.choose import GeneratorNoise
 from .batch_sequence import Criteria, Row, for_row, may_draw_ahead, row_processors
 from .caller import DROPPED, CustomGenerate
 from .masks import LayerKinds
@@ -27,6 +26,7 @@ from .model_lock import turn
 from .past_key_values import KeepingTarget, fill_cache
 from .paths import limit_graphs, make_target, probe, warn_about_shortfall
 from .refusals import OTHER_NAMES, refuse
+from .sampling import GeneratorNoise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

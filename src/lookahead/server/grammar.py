@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from ..core import SettingsError
 
@@ -155,4 +154,5 @@ class GrammarProcess:
         self._seen = ids.shape[1]
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(packed, count=self._vocabulary, bitorder="little").astype(bool)
-        return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), float("-inf"))
+        scores[0, ~allowed] = float("-inf")  # both an array and a tensor can be indexed by an array
+        return scores
