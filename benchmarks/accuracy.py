@@ -81,7 +81,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         local = task(file, given.limit, Path(folder), given.max_new_tokens)
         for method in METHODS:
-            model = HFLookahead(pretrained=llm.model, tokenizer=llm.tokenizer, batch_size=1, drafter=method)
+            model = HFLookahead(
+                pretrained=llm.model.module, tokenizer=llm.tokenizer, batch_size=1, drafter=method
+            )
             results = lm_eval.simple_evaluate(
                 model, tasks=[local], log_samples=True, bootstrap_iters=0, apply_chat_template=True
             )

@@ -14,17 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import lookahead
-from lookahead.admission import Admission
 from lookahead.bench.record import describe, environment
-from lookahead.core import Drafter, DraftState, Engine, Request, Start, TokenTree
+from lookahead.core import Drafter, DraftState, Engine, Request, Start, Target, TokenTree
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.draft_state import AdaptiveDraftState
+from lookahead.drafters.prepare import Preparation
 from lookahead.llm import chooser_of
 from lookahead.options import Options
 
@@ -53,16 +53,12 @@ class Watched(Drafter):
         self.levels = levels
         self.without_tree: list[bool] = []
 
-    @property
-    def needs_base_table(self) -> bool:
-        return self.drafter.needs_base_table
-
-    @property
-    def needs_cost_curve(self) -> bool:
-        return self.drafter.needs_cost_curve
+    def prepare(self, model: Any, target: Target, make_target: Callable[[], Target]) -> Drafter:
+        self.drafter = self.drafter.prepare(model, target, make_target)
+        return self
 
     def start(self, sequence: Start) -> DraftState:
-        return WatchedState(self, AdaptiveDraftState(self.drafter, None, sequence))
+        return WatchedState(self, self.drafter.start(sequence))
 
 
 class WatchedState(DraftState):
@@ -178,7 +174,7 @@ def main() -> None:
 
     llm = lookahead.load(args.model, dtype=args.dtype)
     target = llm.target()
-    admit = Admission(llm.model, llm.probe, lambda: target)
+    prepare = Preparation(llm.model, llm.model.probe.drafts, lambda: target)
 
     # Decode every prompt with each method.
     runs: list[dict[str, Any]] = []
@@ -194,7 +190,7 @@ def main() -> None:
                         drafter = Watched(Adaptive(), [[0.0] * 3 for _ in LEVELS])
                     elif method == "64 rows":
                         drafter = Watched(Adaptive(rows=64), levels[str(temperature)])
-                    engine = Engine(lambda: target, admit=admit)
+                    engine = Engine(lambda: target, prepare=prepare)
                     start = perf_counter()
                     options = Options(temperature=temperature)
                     seed = number if temperature else None

@@ -19,8 +19,6 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import torch
-
 import lookahead
 from lookahead.bench import ModelUnderTest, RunOptions
 from lookahead.bench.methods import PLAIN, make_request
@@ -91,7 +89,7 @@ def memory(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
                 tracemalloc.start()
             drafter = as_drafter(name)
             request = make_request(model, prompt, drafter, RunOptions(new_tokens))
-            engine = Engine(lambda: model.target, admit=lambda request, _: model.admit(request))
+            engine = Engine(lambda: model.target, prepare=lambda drafter, _: model.prepare(drafter))
             sequence = engine.add(request)  # keeps the drafter's state alive
             while engine.busy:
                 engine.step()
@@ -102,8 +100,8 @@ def memory(llm: Any, prompt: list[int], new_tokens: int) -> dict[str, Any]:
                 kept[name] = sum(trace.size for trace in snapshot.traces)
     per_token = storage[0].nbytes / storage[0].shape[2] if storage is not None else None
     # Packed weights take as much as in their file, and are not parameters of a module.
-    module = isinstance(llm.model, torch.nn.Module)
-    weights = sum(parameter.nbytes for parameter in llm.model.parameters()) if module else None
+    module = getattr(llm.model, "module", None)
+    weights = sum(parameter.nbytes for parameter in module.parameters()) if module is not None else None
     tokens = len(prompt) + len(sequence.tokens)
     return {"weights": weights, "cache per token": per_token, "tokens": tokens, "kept": kept}
 

@@ -34,7 +34,6 @@ from lookahead.bench.record import commit, environment, key_of, require_one_orig
 from lookahead.bench.workloads import stdlib_prompts
 from lookahead.core import first_divergence
 from lookahead.drafters import Adaptive, as_drafter
-from lookahead.hf.paths import make_target
 from lookahead.records import RecordWriter, read_records
 
 from .page import write_page
@@ -51,7 +50,7 @@ Job = tuple[str, float, dict[str, Any]]
 
 def take(llm: LLM, exact: bool) -> None:
     """Decode on the transformers path from now on. The check at load runs here, so that it is not timed."""
-    llm.target = partial(make_target, llm.model, path="exact" if exact else "transformers")  # type: ignore[method-assign]
+    llm.target = partial(llm.model.make_target, "exact" if exact else "transformers")  # type: ignore[method-assign]
     llm.target()
 
 

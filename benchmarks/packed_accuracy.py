@@ -27,7 +27,6 @@ import lookahead
 from lookahead.bench.record import environment
 from lookahead.core import LookaheadError
 from lookahead.cpu.execution_plan import Segment
-from lookahead.hf.paths import make_target
 
 from .datasets import load_workload
 from .page import write_page
@@ -49,7 +48,7 @@ def log_probabilities(logits: Numbers) -> Numbers:
 
 def ours(llm: Any) -> Callable[[Sequence[int]], Numbers]:
     """(token ids) -> log-probabilities (tokens, V) of the next token, from one pass on the compiled path."""
-    compiled = make_target(llm.model, path="cpu").compiled  # type: ignore[attr-defined]
+    compiled = llm.target("cpu").compiled  # type: ignore[attr-defined]
     stride = compiled.logits_strides[0]
     each = sum(compiled.logits_strides)
 

@@ -32,8 +32,8 @@ from gguf import GGUFReader, GGUFWriter
 
 import lookahead
 from lookahead.bench.record import environment
-from lookahead.checkpoints import default_model
 from lookahead.core import TokenTree
+from lookahead.loading import default_model
 
 from .convert_gguf import convert
 from .page import write_page

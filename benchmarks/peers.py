@@ -25,6 +25,7 @@ from transformers import CompileConfig, GenerationConfig, StaticCache
 from lookahead.bench import methods
 from lookahead.bench.methods import Drafted, Method, ModelUnderTest, Outcome, RunOptions
 from lookahead.core import SettingsError
+from lookahead.hf.model import HFModel
 
 from .llamacpp_server import LLAMA_SERVER, LlamaServer
 from .openvino import OPENVINO, OpenVino
@@ -39,7 +40,7 @@ DECODING = "decoding"
 
 def default_methods(model: ModelUnderTest) -> list[str]:
     """All methods of ours, after transformers' greedy decoding and prompt lookup if it can run the model."""
-    theirs = ["hf-greedy", "hf-prompt-lookup"] if isinstance(model.model, torch.nn.Module) else []
+    theirs = ["hf-greedy", "hf-prompt-lookup"] if isinstance(model.model, HFModel) else []
     return [*theirs, *methods.default_methods()]
 
 
@@ -51,7 +52,7 @@ def make_methods(name: str, model: ModelUnderTest, warm: bool = True) -> list[Me
     """
     head, _, settings = name.partition(":")
     if head in HUGGING_FACE:
-        if not isinstance(model.model, torch.nn.Module):
+        if not isinstance(model.model, HFModel):
             raise SettingsError(
                 f"{head} needs a transformers model, and {model.name} in {model.dtype} is none; add --dtype bfloat16 "
                 "or float32, or leave the method out"
@@ -204,11 +205,13 @@ class HuggingFace(Method):
         arguments = self.arguments(model, len(prompt) + options.max_new_tokens)
         # A hook would be compiled with the model, again for each sequence.
         hook = (
-            None if self.name == COMPILED else model.model.register_forward_pre_hook(count, with_kwargs=True)
+            None
+            if self.name == COMPILED
+            else model.model.module.register_forward_pre_hook(count, with_kwargs=True)
         )
         try:
             start = perf_counter()
-            text = model.model.generate(
+            text = model.model.module.generate(
                 ids,
                 streamer=Clock(),
                 attention_mask=torch.ones_like(ids),
@@ -243,10 +246,12 @@ class Compiled(HuggingFace):
     def arguments(self, model: ModelUnderTest, length: int) -> dict[str, Any]:
         if length > self.longest:
             self.longest = max(self.SHORTEST, 1 << (length - 1).bit_length())
-            self.cache = StaticCache(config=model.model.config, max_cache_len=self.longest)
+            self.cache = StaticCache(config=model.model.module.config, max_cache_len=self.longest)
             ids = torch.zeros((1, 4), dtype=torch.long, device=model.model.device)
             few = GenerationConfig(max_new_tokens=4, min_new_tokens=4, compile_config=self.compilation)  # type: ignore[no-untyped-call]
             mask = torch.ones_like(ids)
-            model.model.generate(ids, attention_mask=mask, past_key_values=self.cache, generation_config=few)
+            model.model.module.generate(
+                ids, attention_mask=mask, past_key_values=self.cache, generation_config=few
+            )
         self.cache.reset()
         return {"past_key_values": self.cache}

@@ -34,8 +34,8 @@ from lookahead.bench.methods import ModelUnderTest, RunOptions
 from lookahead.bench.record import environment, require_one_origin
 from lookahead.core import Drafter, LookaheadError
 from lookahead.drafters import Adaptive, Lookahead, Plain, PromptLookup
+from lookahead.drafters.adaptive.heads import find_head
 from lookahead.learning.text_parts import Folder
-from lookahead.light_head import find_head
 from lookahead.records import RecordWriter, read_records
 
 from .datasets import load_workload
@@ -175,7 +175,7 @@ class Measurement:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.llm = lookahead.load(args.model)
-        head = find_head(self.llm.model)
+        head = find_head(self.llm.model.shape.name)
         files = {"adaptive with head": head, "static tree": head, "eagle": args.eagle, "medusa": args.medusa}
         if not args.page_only:
             require_weights({method: files[method] for method in args.methods if method in WEIGHTED})
@@ -264,7 +264,7 @@ class DraftModel:
     def __init__(self, path: str | None, share: float = 1 / 3) -> None:
         llm = lookahead.load(path, dtype="float32", drafter="off")
         self._model = ModelUnderTest.of(llm)
-        draft = copy.deepcopy(llm.model)
+        draft = copy.deepcopy(llm.model.module)
         layers = draft.get_decoder().layers
         kept = max(1, round(share * len(layers)))
         draft.get_decoder().layers = layers[:kept]

@@ -652,7 +652,7 @@ def load_llm(machine: Machine) -> Any:
         SystemExit: the default model is missing. ``load`` would read the bundled one, which writes nonsense.
     """
     import lookahead
-    from lookahead.checkpoints import GET_DEFAULT
+    from lookahead.loading import GET_DEFAULT
 
     path = "tiny" if machine.tiny else machine.model
     dtype = "float32" if machine.tiny else machine.model_dtype
@@ -661,7 +661,9 @@ def load_llm(machine: Machine) -> Any:
         try:
             return lookahead.load(path, dtype=dtype, device=str(machine.device), local_files_only=True)
         except UserWarning:
-            raise SystemExit(f"the default model must be installed; {GET_DEFAULT}") from None
+            raise SystemExit(
+                f"the default model must be installed; pip install gguf accelerate && {GET_DEFAULT}"
+            ) from None
 
 
 def encoded_prompts(machine: Machine, llm: Any) -> list[list[int]]:

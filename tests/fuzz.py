@@ -33,7 +33,8 @@ import learned
 import lookahead
 import toy
 from families import FAMILIES, tiny_model
-from lookahead import Adaptive, Jacobi, Lookahead, Plain, PromptLookup, light_head
+from lookahead import Adaptive, Jacobi, Lookahead, Plain, PromptLookup
+from lookahead.drafters.adaptive import heads
 
 #: Families decoded one sequence at a time because their rotary base depends on the longest sequence in the
 #: batch (in transformers too).
@@ -76,7 +77,7 @@ def no_cost(*given: Any) -> float:
     return 0.0
 
 
-free_head = mock.patch.object(light_head, "head_cost", no_cost)
+free_head = mock.patch.object(heads, "head_cost", no_cost)
 
 
 @functools.cache

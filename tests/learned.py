@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from lookahead import light_head
 from lookahead.drafters import Adaptive
+from lookahead.drafters.adaptive import heads
 from lookahead.drafters.adaptive.calibration import GREEDY_GUESSES, SAMPLED_GUESSES
 from lookahead.drafters.adaptive.sources import base_table
 from lookahead.drafters.adaptive.sources.head_file import HeadWeights
@@ -50,7 +50,7 @@ def with_free_head(file, monkeypatch, vocabulary, hidden=64, **settings):
         vocabulary, hidden: sizes of the model.
         settings: of the drafter.
     """
-    monkeypatch.setattr(light_head, "head_cost", lambda *given: 0.0)
+    monkeypatch.setattr(heads, "head_cost", lambda *given: 0.0)
     random_head(vocabulary, hidden).save(file)
     return Adaptive(head=str(file), **settings)
 

@@ -87,7 +87,7 @@ def _failing(llm: Any, draw: random.Random) -> None:
 
 def _called(llm: Any, draw: random.Random) -> None:
     ids = torch.tensor([_prompt(draw)] * 2)
-    llm.model.generate(
+    llm.model.module.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=draw.randrange(1, 60),

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 
 from families import tiny_model
-from lookahead.admission import Admission
 from lookahead.bench import step_cost
 from lookahead.core import Request, Start, TokenTree
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive import measure
 from lookahead.drafters.adaptive.cost import CostCurve
+from lookahead.drafters.adaptive.for_model import ForModel
 from lookahead.drafters.adaptive.memory import NODE, SIZES, STEP
-from lookahead.drafters.adaptive.model_curves import runs_on
 from lookahead.drafters.adaptive.rows import EXPLORATION, RowRule, choose, pays, window_pays
+from lookahead.drafters.prepare import Preparation
 from lookahead.hf.paths import make_target
 from lookahead.llamacpp.library import Weights
-from lookahead.testing import FakeTarget, repetitive_text, run
+from lookahead.testing import FakeModel, FakeTarget, repetitive_text, run
 
 FLAT = CostCurve({0: {1: 1.0, 64: 1.2}})
 STEEP = CostCurve({0: {1: 1.0, 2: 2.5, 64: 90.0}})
@@ -116,7 +116,7 @@ def test_pauses_grow_until_unused_trees_cost_little_and_end_with_a_draft(draftin
 def test_one_row_also_costs_the_drafting_of_the_tree_that_it_leaves_unused():
     """If the 0.08 already spent were ignored, a second row at 0.12 would need a probability of 0.12."""
     curve = CostCurve({0: {1: 1.0, 2: 1.12, 64: 9.5}}, drafting=0.08)
-    state = Adaptive().start(Start([1, 2, 3], 4, vocabulary=64, cost_curve=curve))
+    state = Adaptive(for_model=ForModel(curve)).start(Start([1, 2, 3], 4, vocabulary=64))
     state.draft(64)
     costs = state._grower.memory.costs
     assert choose(Grown([1.0, 0.1], costs)) == 2
@@ -157,7 +157,7 @@ class Kept(Adaptive):
 
 def rows_of(target, curve, new=200, **settings):
     Kept.states.clear()
-    (sequence,) = run(target, [Request([1, 2, 3], Kept(**settings), new, cost_curve=curve)])
+    (sequence,) = run(target, [Request([1, 2, 3], Kept(**settings, for_model=ForModel(curve)), new)])
     return Kept.states[0].rows, sequence
 
 
@@ -229,7 +229,7 @@ def test_in_a_batch_the_curve_is_read_at_the_rows_of_all():
     target = FakeTarget(40, repetitive_text(40))
     alone, _ = rows_of(target, CPU)
     Kept.states.clear()
-    run(target, [Request([1, 2, 3], Kept(), 200, cost_curve=CPU) for _ in range(16)])
+    run(target, [Request([1, 2, 3], Kept(for_model=ForModel(CPU)), 200) for _ in range(16)])
     together = [max(state.rows) for state in Kept.states]
     assert max(alone) > max(together)
 
@@ -273,10 +273,10 @@ def test_llama_cpp_on_a_gpu_has_the_curve_of_a_gpu(monkeypatch, offload, layers,
     weights.library = SimpleNamespace(llama_supports_gpu_offload=lambda: offload)
     weights.options, weights.layers = SimpleNamespace(n_gpu_layers=layers), 30
     assert weights.device == device
-    model = SimpleNamespace(device="cpu", runs_on=weights.runs_on)  # the logits are on the CPU
-    admission = Admission(model, SimpleNamespace(mode="tree"), FakeTarget)
-    assert admission.row_budget(1) == (256 if gpu else 64)
+    model = FakeModel()  # its logits are on the CPU
+    model.runs_on = weights.runs_on
+    assert Preparation(model, True, FakeTarget).row_budget(1) == (256 if gpu else 64)
     measured = measure.measure(
-        FakeTarget(4000), rows=(2,), contexts=(8,), sequences=(), rounds=1, device=runs_on(model)
+        FakeTarget(4000), rows=(2,), contexts=(8,), sequences=(), rounds=1, device=model.runs_on
     )
     assert measured.sustained == (1.0 if gpu else measure.SUSTAINED)

@@ -14,17 +14,21 @@ import transformers
 from typer.testing import CliRunner
 
 import lookahead
-from lookahead.admission import Admission
 from lookahead.cli import app
 from lookahead.core import OutOfMemory, SettingsError
+from lookahead.drafters import Adaptive
 from lookahead.drafters.adaptive import cost, measure, model_curves
 from lookahead.drafters.adaptive.cost import CostCurve, curve_file, load_curve, machine, save_curve
 from lookahead.drafters.adaptive.measure import Measurement
-from lookahead.drafters.adaptive.model_curves import config_key, cost_path, curve_of, model_key, runs_on
+from lookahead.drafters.adaptive.model_curves import cost_path, curve_key, curve_of
 from lookahead.drafters.adaptive.state import AdaptiveState
+from lookahead.drafters.prepare import Preparation
 from lookahead.hf.cuda_graphs import division
+from lookahead.hf.model import config_key
+from lookahead.llamacpp.model import LlamaCppModel
+from lookahead.model import Shape
 from lookahead.options import MachineOptions, Options
-from lookahead.testing import FakeTarget
+from lookahead.testing import FakeModel, FakeTarget
 
 pytestmark = pytest.mark.usefixtures("measured_curves")
 
@@ -62,7 +66,7 @@ def call(*arguments):
 
 def curve_for(llm, notices=None):
     said = notices.append if notices is not None else pytest.fail
-    return curve_of(llm.model, llm.target().path, llm.target, said)
+    return curve_of(llm.model, llm.target(), llm.target, said)
 
 
 def test_costs_are_linear_between_points_and_go_on_with_the_last_slope():
@@ -120,7 +124,7 @@ def test_a_curve_of_another_processor_under_the_same_name_is_not_read(cache):
 )
 def test_a_curve_of_something_else_is_measured_again_with_a_notice(llm, monkeypatch, name, other):
     monkeypatch.setattr(measure, "STEADY", float("inf"))  # this machine may be busy
-    key = model_key(llm.model, llm.target().path)
+    key = curve_key(llm.model, llm.target())
     path = save_curve(key, CURVE)
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: other}))
     notices = []
@@ -134,7 +138,7 @@ def test_a_curve_of_something_else_is_measured_again_with_a_notice(llm, monkeypa
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1', '{"rows": {"64": {"1": -1}}}'])
 def test_a_damaged_curve_is_measured_again_with_a_notice(llm, text):
-    path = curve_file(model_key(llm.model, llm.target().path))
+    path = curve_file(curve_key(llm.model, llm.target()))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     notices = []
@@ -153,7 +157,7 @@ def test_tuned_costs_are_found_again_and_do_not_change(toy, llm, monkeypatch):
     report = json.loads(result.stdout.strip().splitlines()[-1])
     points = {(p["batch"], p["context"], p["rows"]) for p in report["points"]}
     assert points == {(1, 8, 1), (1, 8, 4), (1, 8, 8), (4, 8, 1)}
-    kept = load_curve(model_key(llm.model, llm.target().path))
+    kept = load_curve(curve_key(llm.model, llm.target()))
     assert kept is not None
     assert (set(kept.rows), set(kept.sequences)) == ({8}, {4})
     plain = llm.generate([5, 6, 7] * 4, max_new_tokens=30, drafter="off")
@@ -191,24 +195,27 @@ def test_targets_whose_steps_differ_in_cost_have_separate_curves(llm, monkeypatc
         return result
 
     monkeypatch.setattr(measure, "measure", measure_steps)
-    request = llm.prepare([5, 6, 7], Options(max_new_tokens=2))
     targets = FakeTarget(), other()
     for load_again in (False, True):
         curves = []
         for target in targets:
-            admission = Admission(llm.model, llm.probe, lambda target=target: target)
-            curves.append(admission(request, target).cost_curve.cost(4))
+            prepared = Adaptive().prepare(llm.model, target, lambda target=target: target)
+            curves.append(prepared.for_model.cost_curve.cost(4))
         assert curves == pytest.approx([1 + 1.25 * 0.6, 1 + 1.25 * 0.7])
         if not load_again:
             model_curves.forget_curves(llm.model)  # as in another process
     assert measured == list(targets)
 
 
-def test_a_key_names_what_determines_the_cost():
-    def of(config, **attributes):
-        model = SimpleNamespace(config=config, dtype="bfloat16", device="cpu", **attributes)
-        return model_key(model, "transformers")
+def of_llama_cpp(runs_on="cpu", **options):
+    """A model of llama.cpp's engine without llama.cpp."""
+    model = object.__new__(LlamaCppModel)
+    model.loaded = SimpleNamespace(options=MachineOptions(engine="llama.cpp", **options))
+    model.shape, model.weights, model.runs_on = Shape("llama", 96, 64, 2), "Q4_0", runs_on
+    return model
 
+
+def test_a_key_names_what_determines_the_cost():
     def config(**fields):
         made = transformers.LlamaConfig(hidden_size=64)
         for name, value in fields.items():
@@ -223,10 +230,16 @@ def test_a_key_names_what_determines_the_cost():
         config(quantization_config=transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True}))
         for bits in (4, 8)
     ]
-    options = [{}, {"flash_attn": "off"}, {"cache_type_k": "q8_0"}, {"cache_type_v": "q8_0"}]
-    keys = [of(each) for each in (config(), *awq, *loading)]
-    own = {"runs_on": "cpu"}
-    keys += [of(config(max_position_embeddings=9), loaded=loaded(**each), **own) for each in options]
+    options = [
+        {},
+        {"flash_attn": "off"},
+        {"cache_type_k": "q8_0"},
+        {"cache_type_v": "q8_0"},
+        {"threads": 1},
+        {"n_gpu_layers": 0},
+    ]
+    keys = [config_key(each) for each in (config(), config(max_position_embeddings=9), *awq, *loading)]
+    keys += [of_llama_cpp(**each).key for each in options]
     assert len(set(keys)) == len(keys)
     assert "quantization_config" not in config_key(config())
     assert cost_path(FakeTarget()) == FakeTarget.path
@@ -261,7 +274,7 @@ def test_without_tuning_the_engine_measures_once(llm, monkeypatch):
         llm.generate([5, 6, 7], max_new_tokens=5)
     llm.generate([5, 6, 7], max_new_tokens=5, drafter=lookahead.Adaptive(state=AdaptiveState()))
     assert len(calls) == 1
-    assert load_curve(model_key(llm.model, llm.target().path)) is not None
+    assert load_curve(curve_key(llm.model, llm.target())) is not None
     model_curves.forget_curves(llm.model)  # as in another process
     llm.generate([5, 6, 7], max_new_tokens=5)
     assert len(calls) == 1
@@ -292,7 +305,7 @@ def test_threads_measure_one_after_the_other(llm, monkeypatch):
 def test_a_curve_that_other_work_disturbed_is_neither_used_nor_kept(llm, monkeypatch):
     monkeypatch.setattr(measure, "STEADY", 1.0)
     assert curve_for(llm) == CostCurve.typical()
-    assert load_curve(model_key(llm.model, llm.target().path)) is None
+    assert load_curve(curve_key(llm.model, llm.target())) is None
 
 
 @pytest.mark.parametrize(("compiled", "expected"), [(True, (1.6, 2.4)), (False, (4.75, 9.75))])
@@ -433,12 +446,7 @@ def use_clock(monkeypatch, target, drafting=0.0, of_a_row=0.0):
 
 
 def test_a_curve_of_llama_cpp_is_for_the_device_it_runs_on():
-    def model(runs_on):
-        config = transformers.LlamaConfig()
-        loaded = SimpleNamespace(options=MachineOptions())
-        return SimpleNamespace(config=config, loaded=loaded, weights="Q4_0", device="cpu", runs_on=runs_on)
-
-    assert model_key(model("cpu")) != model_key(model("gpu"))
+    assert of_llama_cpp("cpu").key != of_llama_cpp("gpu").key
 
 
 def test_several_passes_of_exact_mode_on_a_gpu_are_in_the_curve(monkeypatch):
@@ -469,12 +477,11 @@ def test_the_cost_of_drafting_is_that_of_the_fewest_rows(monkeypatch, target_cla
     assert curve.drafting == pytest.approx(0.03 + 0.01 * fewest)
 
 
-@pytest.mark.parametrize(("device", "sustained"), [("cpu", 1.25), ("cuda:0", 1.0)])
+@pytest.mark.parametrize(("device", "sustained"), [("cpu", 1.25), ("cuda", 1.0)])
 def test_rows_cost_more_in_long_runs_on_a_cpu_only(monkeypatch, device, sustained):
     target = ClockedTarget(CostCurve({0: {1: 1.0, 4: 1.2}}))
-    model = SimpleNamespace(device=device)
     use_clock(monkeypatch, target)
-    assert measure.measure(target, rows=(4,), device=runs_on(model)).curve().cost(4) == pytest.approx(
+    assert measure.measure(target, rows=(4,), device=device).curve().cost(4) == pytest.approx(
         1 + 0.2 * sustained
     )
 
@@ -514,12 +521,13 @@ def test_a_full_row_budget_fits_in_one_captured_pass(sequences):
 
 @pytest.mark.parametrize(("captures", "budget"), [(True, 5 * 32), (False, 5 * 51)])
 def test_the_row_budget_depends_on_whether_passes_are_captured(llm, monkeypatch, captures, budget):
-    monkeypatch.setattr(model_curves, "curve_of", lambda *given: CostCurve({0: {1: 1.0, 64: 1.0}}))
-    admission = Admission(llm.model, llm.probe, llm.target)
+    curve = CostCurve({0: {1: 1.0, 64: 1.0}})
+    monkeypatch.setattr(model_curves, "_load_or_measure", lambda *given: curve)
+    prepare = Preparation(llm.model, True, llm.target, limits_rows=True)
     target = FakeTarget()
     target.captures = captures
-    admission(llm.prepare([5, 6, 7], Options(max_new_tokens=2)), target)
-    assert admission.row_budget(5) == budget
+    prepare(Adaptive(), target)
+    assert prepare.row_budget(5) == budget
 
 
 @pytest.mark.parametrize(
@@ -535,8 +543,9 @@ def test_the_row_budget_depends_on_whether_passes_are_captured(llm, monkeypatch,
 )
 def test_a_server_takes_its_row_budget_from_the_curve(llm, monkeypatch, on_gpu, curve, drafter, budget):
     llm = lookahead.LLM(llm.model, drafter=drafter)
-    monkeypatch.setattr(Admission, "_on_gpu", on_gpu)
-    monkeypatch.setattr(model_curves, "curve_of", lambda *given: curve)
+    monkeypatch.setattr(type(llm.model), "runs_on", "cuda" if on_gpu else "cpu")
+    if curve is not None:
+        monkeypatch.setattr(model_curves, "_load_or_measure", lambda *given: curve)
     engine = llm.engine(row_budget=None)
     if curve is not None:
         engine.add(llm.prepare([5, 6, 7], Options(max_new_tokens=2)))
@@ -633,7 +642,7 @@ def test_where_nothing_can_be_kept_the_curve_lives_in_memory(llm, cache, monkeyp
     cache.write_text("a file where the folder should be")
     for _ in range(2):
         assert llm.generate([5, 6, 7], max_new_tokens=5).tokens
-    key = model_key(llm.model, llm.target().path)
+    key = curve_key(llm.model, llm.target())
     assert load_curve(key) is None
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(
@@ -665,12 +674,12 @@ def test_tuning_while_other_work_runs_is_not_kept(toy, llm, monkeypatch):
     result = call(toy, "--rows", "1,4", "--contexts", "8", "--batches", "4", "--repeats", "4")
     assert result.exit_code == 1
     assert "not saved" in result.output
-    assert load_curve(model_key(llm.model, llm.target().path)) is None
+    assert load_curve(curve_key(llm.model, llm.target())) is None
 
 
 def test_tuning_keeps_the_costs_of_light_heads_and_replaces_a_damaged_curve(toy, llm, monkeypatch):
     monkeypatch.setattr(measure, "STEADY", inf)  # this machine may be busy
-    key = model_key(llm.model, llm.target().path)
+    key = curve_key(llm.model, llm.target())
     words = ("--rows", "1,4", "--contexts", "8", "--batches", "4", "--repeats", "4")
     file = save_curve(key, CostCurve({8: {1: 1.0, 2: 9.0}}, heads={"a shape": 0.5}))
     assert call(toy, *words).exit_code == 0
@@ -686,8 +695,7 @@ def test_tuning_keeps_the_costs_of_light_heads_and_replaces_a_damaged_curve(toy,
 def test_a_curve_needs_steps_of_several_rows(cache, monkeypatch, rows, saved):
     """Without one, more rows would seem to be free."""
     monkeypatch.setattr(measure, "STEADY", inf)
-    model = type("Model", (), {"dtype": "float32", "device": "cpu", "config": None})()
-    llm = SimpleNamespace(model=model, target=lambda: FakeTarget(512, max_rows=12))
+    llm = SimpleNamespace(model=FakeModel(), target=lambda: FakeTarget(512, max_rows=12))
     tune = partial(lookahead.LLM.tune, llm, rows, (8,), (), 1, lambda *point: None)
     if saved:
         assert tune().exists()

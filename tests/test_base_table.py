@@ -5,19 +5,18 @@ import json
 import os
 import zlib
 from collections import defaultdict
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from lookahead import light_head
 from lookahead.core import Request, SettingsError
 from lookahead.drafters import Adaptive, Plain, as_drafter
-from lookahead.drafters.adaptive import base_files
+from lookahead.drafters.adaptive import base_files, heads
 from lookahead.drafters.adaptive.sources import base_table
 from lookahead.drafters.adaptive.sources.base_table import ABSENT, NO_TRIE, STEP, open_table, save_table
 from lookahead.learning.table import LEAST, SHORTER, WIDTH, Places, build, count_kinds, levels_of, trie_of
 from lookahead.learning.text_parts import Text
+from lookahead.model import Shape
 from lookahead.sampling.processors import Temperature
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, repetitive_text, run
 
@@ -335,7 +334,6 @@ def test_a_text_names_the_table(own_table):
     assert drafter == Adaptive(rows=4, table=own_table) == Adaptive(rows=4, table=str(own_table))
     assert as_drafter(str(drafter)) == drafter
     assert as_drafter({"table": str(own_table), "rows": 4}) == drafter
-    assert not drafter.needs_base_table
     for wrong in (3, ""):
         with pytest.raises(SettingsError, match="table must be the path of a base table or none"):
             Adaptive(table=wrong)
@@ -345,34 +343,34 @@ def test_a_text_names_the_table(own_table):
 
 def test_the_table_of_a_model_is_found_by_its_sizes(saved, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = SimpleNamespace(vocab_size=V, hidden_size=64, num_hidden_layers=2)
-    assert base_files.table_name(config) == f"v{V}-h64-l2"
-    assert base_files.base_table_of(config, V) is None
-    learned = base_files.learned_file(config)
+    name = Shape("llama", V, 64, 2).name
+    assert name == f"v{V}-h64-l2"
+    assert base_files.base_table_of(name, V) is None
+    learned = base_files.learned_file(name)
     learned.parent.mkdir(parents=True)
     learned.write_bytes(saved.read_bytes())
-    assert base_files.base_table_of(config, V).path == learned
+    assert base_files.base_table_of(name, V).path == learned
     monkeypatch.setattr(base_files, "INCLUDED", learned.parent)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
-    assert base_files.base_table_of(config, V).path == learned
+    assert base_files.base_table_of(name, V).path == learned
 
 
 def test_the_table_from_most_text_is_used(given, tmp_path, monkeypatch):
     """If both are from the same text, the one made on this machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = SimpleNamespace(vocab_size=V, hidden_size=64, num_hidden_layers=2)
-    learned = base_files.learned_file(config)
+    name = Shape("llama", V, 64, 2).name
+    learned = base_files.learned_file(name)
     included = tmp_path / "included" / learned.name
     monkeypatch.setattr(base_files, "INCLUDED", included.parent)
     trie, counts, _ = build(given, V)
     save_table(included, trie, counts, V, "a model", 800)
     for tokens, used in ((799, included), (800, learned), (801, learned)):
         save_table(learned, trie, counts, V, "a model", tokens)
-        assert base_files.base_table_of(config, V).path == used
+        assert base_files.base_table_of(name, V).path == used
 
 
 def test_a_home_folder_that_is_not_accessible_has_no_files(monkeypatch):
-    config, home, look = SimpleNamespace(vocab_size=V), "/root/.cache", os.stat
+    home, look = "/root/.cache", os.stat
 
     def refused(path, *more, **named):
         if os.fspath(path).startswith(home):
@@ -381,29 +379,28 @@ def test_a_home_folder_that_is_not_accessible_has_no_files(monkeypatch):
 
     monkeypatch.setenv("XDG_CACHE_HOME", home)
     monkeypatch.setattr(os, "stat", refused)
-    assert base_files.base_table_of(config, V) is None
-    assert light_head.find_head(SimpleNamespace(config=config)) is None
+    assert base_files.base_table_of("v96-h0-l0", V) is None
+    assert heads.find_head("v96-h0-l0") is None
 
 
 def test_a_damaged_learned_table_is_replaced_by_the_included_one(saved, tmp_path, monkeypatch):
     base_files._warn.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = SimpleNamespace(vocab_size=V, hidden_size=64, num_hidden_layers=2)
-    included = tmp_path / "included" / f"{base_files.table_name(config)}.safetensors"
-    learned = base_files.learned_file(config)
+    name = Shape("llama", V, 64, 2).name
+    included = tmp_path / "included" / f"{name}.safetensors"
+    learned = base_files.learned_file(name)
     for file, content in ((included, saved.read_bytes()), (learned, saved.read_bytes()[:-1])):
         file.parent.mkdir(parents=True)
         file.write_bytes(content)
     monkeypatch.setattr(base_files, "INCLUDED", included.parent)
     with pytest.warns(UserWarning, match="drafting continues without this base table"):
-        table = base_files.base_table_of(config, V)
+        table = base_files.base_table_of(name, V)
     assert table is not None
     assert table.path == included
 
 
 def test_the_package_brings_the_table_of_its_default_model():
-    config = SimpleNamespace(vocab_size=49_152, hidden_size=576, num_hidden_layers=30)
-    file = base_files.INCLUDED / f"{base_files.table_name(config)}.safetensors"
+    file = base_files.INCLUDED / "v49152-h576-l30.safetensors"
     table = open_table(file)
     table.check(49_152)
     assert table.learned > 400_000

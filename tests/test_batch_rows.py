@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import lookahead
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.drafters import Adaptive, Plain, as_drafter
-from lookahead.hf import batch_rows, paths
+from lookahead.hf import batch_rows
 from lookahead.hf import target as transformers_target
 from lookahead.hf.batch_rows import BatchRowsTarget, leaf_paths
 from lookahead.hf.paths import NAMES, make_target, probe
@@ -276,7 +276,6 @@ def test_the_probe_sees_states_that_are_not_copied(monkeypatch):
 
 @pytest.mark.parametrize("family", ONE_ROW)
 def test_models_whose_scan_differs_from_their_recurrence_go_one_row_a_step(family, monkeypatch):
-    monkeypatch.setattr(paths, "_warned", set())
     found = probe(model_of(family))
     assert found.mode == "plain"
     assert "nor can it evaluate its paths as batch rows (difference" in found.reason
@@ -406,7 +405,7 @@ def test_positions_that_change_with_the_length_go_one_row_a_step():
 def test_the_probe_is_the_same_for_an_engine(tmp_path):
     model_of("lfm2").save_pretrained(tmp_path)
     llm = lookahead.load(tmp_path)
-    assert llm.probe.mode == "batch-rows" == llm.path
+    assert llm.model.probe.mode == "batch-rows" == llm.path
     drawn = {"max_new_tokens": 20, "temperature": 0.8, "seed": 3}
     ours = llm.generate([5, 6, 7] * 4, drafter=lookahead.Adaptive(rows=64), **drawn)
     assert ours.tokens == llm.generate([5, 6, 7] * 4, drafter="off", **drawn).tokens

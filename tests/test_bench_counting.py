@@ -677,7 +677,9 @@ def test_records_name_the_table_and_head_that_drafters_found(monkeypatch, tmp_pa
     assert model.learned() == {}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = run([], [[1, 2, 3]], model, RunOptions(max_new_tokens=4))
-    save_table(learned_file(model.model.config), 96, [[token, 7, 8, 9, token, 10] for token in range(11, 60)])
+    save_table(
+        learned_file(model.model.shape.name), 96, [[token, 7, 8, 9, token, 10] for token in range(11, 60)]
+    )
     second = run([], [[1, 2, 3]], model, RunOptions(max_new_tokens=4))
     assert list(second[0]["learned"]) == ["table"]
     assert second[0]["key"] != first[0]["key"]

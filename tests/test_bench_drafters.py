@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from argparse import Namespace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,13 +24,11 @@ from benchmarks.drafters.medusa import RANKS, Heads, Medusa, MedusaDrafter
 from benchmarks.drafters.rest import AHEAD, END, Datastore, Rest
 from benchmarks.drafters.static_tree import SHAPES, StaticTree
 from benchmarks.trained import Run
-from lookahead import light_head
-from lookahead.admission import Admission
 from lookahead.bench.workloads import Prompt
 from lookahead.core import Drafter
 from lookahead.drafters import Plain, PromptLookup
+from lookahead.drafters.adaptive import heads
 from lookahead.learning.text_parts import TOP, Folder, Text
-from lookahead.light_head import row_readers
 from lookahead.testing import tiny_model
 from test_light_head import weights
 
@@ -82,7 +81,7 @@ def test_the_tree_of_medusa_has_the_likeliest_nodes(medusa):
 
 @pytest.mark.parametrize("rows", list(SHAPES))
 def test_a_static_tree_is_exact(llm, rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(light_head, "head_cost", lambda *given: 0.0)
+    monkeypatch.setattr(heads, "head_cost", lambda *given: 0.0)
     weights().save(tmp_path / "head")
     drafted = check(llm, StaticTree(SHAPES[rows], str(tmp_path / "head")), rows)
     assert all(max(text.stats.rows_per_step) > rows - 2 for text in drafted)
@@ -121,7 +120,8 @@ def test_the_datastore_finds_the_longest_suffix():
 def eagle(llm, tmp_path_factory):
     torch.manual_seed(0)
     file = tmp_path_factory.mktemp("eagle") / "layer"
-    Eagle(Layer(HIDDEN), np.arange(3, VOCABULARY), *row_readers(llm.model)).save(file)
+    parts = llm.model.head_parts()
+    Eagle(Layer(HIDDEN), np.arange(3, VOCABULARY), parts.embed, parts.output).save(file)
     return Eagle.load(file, llm.model)
 
 
@@ -174,14 +174,18 @@ def test_variants_for_vllm_have_the_rows_in_their_names():
 def test_drafters_of_departures_get_what_those_of_a_user_get(llm, monkeypatch):
     tables = []
 
+    @dataclass(frozen=True)
     class Watched(Drafter):
-        needs_base_table = True
+        table: str = ""
+
+        def prepare(self, model, target, make_target):
+            assert model is llm.model
+            return replace(self, table="the model's table")
 
         def start(self, sequence):
-            tables.append(sequence.base_table)
+            tables.append(self.table)
             return Plain().start(sequence)
 
-    monkeypatch.setattr(Admission, "_base_table", "the model's table")
     monkeypatch.setattr(departures, "PROMPTS", [([5, 9, 14], False)])
     departures.measure(llm, 1, 4, lambda line: None, {"watched": Watched()})
     assert tables == ["the model's table"]

@@ -64,7 +64,7 @@ def test_the_default_model_brings_its_own_tokenizer():
     from benchmarks.lm_eval import HFLookahead
 
     llm = lookahead.load(dtype="float32")  # probed in a fraction of the time of bfloat16
-    model = HFLookahead(pretrained=llm.model, tokenizer=llm.tokenizer, batch_size=1)
+    model = HFLookahead(pretrained=llm.model.module, tokenizer=llm.tokenizer, batch_size=1)
     text = "12 trays of 15 rolls"
     assert model.tok_encode(text) == llm.encode(text)
     assert model.apply_chat_template([{"role": "user", "content": text}]).count(text) == 1

@@ -245,7 +245,7 @@ def test_step_cost_measures_a_file_as_it_packs_its_weights(tmp_path, monkeypatch
     said = "--dtype float32 measures decoded weights"
     done = invoke(*words, "--dtype", "float32")
     assert said in " ".join(done.output.split())
-    monkeypatch.setattr("lookahead.checkpoints.default_model", lambda: (tmp_path, "small.gguf"))
+    monkeypatch.setattr("lookahead.loading.default_model", lambda: (tmp_path, "small.gguf"))
     done = invoke("step-cost", *words[2:], "--dtype", "float32")  # the default model is also such a file
     assert said in " ".join(done.output.split())
     write_gguf(file, "llama", ("F32",), seed=1)

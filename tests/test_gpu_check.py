@@ -162,7 +162,7 @@ def test_the_bundled_model_is_no_substitute_for_the_default_one(monkeypatch):
     def missing():
         raise SettingsError("the default model is not installed")
 
-    monkeypatch.setattr("lookahead.checkpoints.default_model", missing)
+    monkeypatch.setattr("lookahead.loading.default_model", missing)
     machine = SimpleNamespace(tiny=False, model=None, model_dtype="float32", device="cpu")
     with pytest.raises(
         SystemExit, match=r"^the default model must be installed; pip install gguf accelerate && "

@@ -11,10 +11,10 @@ import torch
 
 import lookahead
 from families import tiny_model
-from lookahead import loading
-from lookahead.checkpoints import Checkpoint
 from lookahead.core import OutOfMemory, SettingsError
-from lookahead.hf import paths
+from lookahead.hf import device as devices
+from lookahead.hf.device import find_device
+from lookahead.hf.load import Checkpoint, check_causal
 from lookahead.options import LoadOptions
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +44,7 @@ def build(monkeypatch):
                 device = "cpu"
             return honest(*shape, device=device, **named)
 
-        monkeypatch.setattr(loading, "_torch_has_gpu_code", lambda: True)
+        monkeypatch.setattr(devices, "_torch_has_gpu_code", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_available", available)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch, "zeros", zeros)
@@ -54,7 +54,7 @@ def build(monkeypatch):
 
 def refused(device):
     with pytest.raises(SettingsError) as error:
-        loading._device(device)
+        find_device(device)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -62,7 +62,7 @@ def refused(device):
 def test_a_driver_that_is_too_old_leaves_the_cpu_and_says_so(build):
     build(warning=OLD_DRIVER)
     with pytest.warns(RuntimeWarning) as said:
-        assert loading._device(None) == "cpu"
+        assert find_device(None) == "cpu"
     (line,) = [str(one.message) for one in said]
     assert line.startswith(
         "the GPU cannot be used, so the model runs on the CPU (CUDA initialization: The NVIDIA dri"
@@ -82,7 +82,7 @@ def test_a_gpu_that_fails_leaves_the_cpu_unless_it_was_asked_for(build, monkeypa
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     build(1, error=f"{error}\nCUDA kernel errors might be reported later")
     with pytest.warns(RuntimeWarning) as said:
-        assert loading._device(None) == "cpu"
+        assert find_device(None) == "cpu"
     (line,) = [str(one.message) for one in said]
     assert line == f"the GPU cannot be used, so the model runs on the CPU ({error})"
     assert f"(cpu, cuda), got 'cuda' ({error})" in refused("cuda")
@@ -102,7 +102,7 @@ def test_a_gpu_that_was_asked_for_and_cannot_be_used_is_an_error(build, monkeypa
 def test_hidden_devices_are_named(build, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     build(error="No CUDA GPUs are available")
-    assert loading._device(None) == "cpu"  # silently, because the variable is meant for it
+    assert find_device(None) == "cpu"  # silently, because the variable is meant for it
     assert "got 'cuda' (No CUDA GPUs are available; CUDA_VISIBLE_DEVICES is '')" in refused("cuda")
 
 
@@ -121,28 +121,29 @@ def test_weights_that_do_not_fit(monkeypatch):
 
     monkeypatch.setattr(torch.nn.Module, "to", to)
     with pytest.raises(OutOfMemory, match=r"must fit on cuda:0; use device='cpu', a smaller dtype") as error:
-        Checkpoint(LoadOptions(lookahead.BUNDLED)).read_model("float32", "cuda:0")
+        Checkpoint(str(lookahead.BUNDLED), lookahead.BUNDLED, None, LoadOptions()).read_model(
+            "float32", "cuda:0"
+        )
     assert "\n" not in str(error.value)
 
 
 def test_float16_that_overflows_is_refused_and_a_single_bad_token_is_not():
     model = tiny_model("llama").to(torch.float16)
-    loading._check_causal(model, "it")
+    check_causal(model, "it")
     model.model.embed_tokens.weight.data[5] = torch.nan
-    loading._check_causal(model, "it")
+    check_causal(model, "it")
     model.model.norm.weight.data.fill_(torch.inf)
     with pytest.raises(SettingsError, match=r"those of it are NaN in float16.*load it with dtype='bfloat16'"):
-        loading._check_causal(model, "it")
+        check_causal(model, "it")
 
 
 def test_load_and_custom_generate_say_once_that_a_model_runs_slower_than_it_can(toy_plain, monkeypatch):
-    monkeypatch.setattr(paths, "_warned", set())
     why = "compiled passes support float32 and bfloat16, the model is torch.float16"
     with pytest.warns(UserWarning, match=f"toy runs on the slower transformers path: {why}$") as said:
         llm = lookahead.load(toy_plain, dtype="float16", device="cpu")
     assert len(said) == 1
     prompt = torch.tensor([[5, 6, 7]])
-    llm.model.generate(
+    llm.model.module.generate(
         prompt, max_new_tokens=2, custom_generate=lookahead.generate
     )  # a warning is an error here
     lookahead.load(toy_plain, dtype="bfloat16", device="cpu")

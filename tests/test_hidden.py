@@ -6,13 +6,14 @@ import torch
 
 from families import tiny_model
 from lookahead.core import TokenTree
-from lookahead.cpu.model import quantize_model
 from lookahead.hf import attention
 from lookahead.hf.attention_hook import TreeAttention
 from lookahead.hf.cuda_graphs import CudaGraphTarget
 from lookahead.hf.facts import ModelFacts
 from lookahead.hf.fingerprint import fingerprint
+from lookahead.hf.model import HFModel
 from lookahead.hf.paths import make_target, probe
+from lookahead.hf.quantize import quantize_model
 from lookahead.hf.target import head_inputs
 from lookahead.testing import FakeTarget
 
@@ -98,8 +99,8 @@ def test_packed_weights_give_hidden_states():
     model = tiny_model("llama")
     facts = probe(model).facts
     assert isinstance(facts, ModelFacts)
-    packed = quantize_model(model, facts, "q8_0")
-    for prompt, (tree, scores) in zip(PROMPTS, evaluated(make_target(packed)), strict=True):
+    packed = quantize_model(HFModel(model), "q8_0")
+    for prompt, (tree, scores) in zip(PROMPTS, evaluated(packed.make_target()), strict=True):
         for node in tree.needs_logits_nodes():
             expected = reference(model, prompt, tree, node)
             error = scores.hidden(node) - expected

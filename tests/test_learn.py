@@ -40,8 +40,8 @@ def test_what_was_learned_is_found_and_changes_no_text():
     assert "no chat template, so it continues short openings" in err
     report = json.loads(out)
     llm = lookahead.load("tiny")
-    used = base_table_of(llm.model.config, llm.vocabulary).path
-    assert report["file"] == str(learned_file(llm.model.config)) == str(used)
+    used = base_table_of(llm.model.shape.name, llm.vocabulary).path
+    assert report["file"] == str(learned_file(llm.model.shape.name)) == str(used)
     assert 2900 < report["tokens"] < 3500
     assert not report["interrupted"]
     prompts = ["def is_prime(n):\n", "class Stack:\n", "import os\n"]
@@ -63,8 +63,8 @@ def test_doctor_says_that_there_is_none(chats):
 @pytest.mark.filterwarnings("ignore:.*base table:UserWarning")
 def test_doctor_names_a_damaged_table_and_the_one_in_use(chats, tmp_path, monkeypatch):
     """As drafting does, it reads the included table if the learned one is damaged."""
-    config = lookahead.load(chats).model.config
-    learned = learned_file(config)
+    name = lookahead.load(chats).model.shape.name
+    learned = learned_file(name)
     included = tmp_path / "included" / learned.name
     save_table(included, VOCABULARY, [[token, 7, 8, 9, token, 10] for token in range(3, 60)])
     learned.parent.mkdir(parents=True)
@@ -73,14 +73,14 @@ def test_doctor_names_a_damaged_table_and_the_one_in_use(chats, tmp_path, monkey
     _, out, _ = call("doctor", chats, "--json")
     damaged, used = json.loads(out)["model"]["base_table"].split("; in use: ")
     assert damaged.startswith(f"{learned} is not a usable base table: ")
-    assert used == f"{included}, from {base_files.base_table_of(config, VOCABULARY).learned:,} tokens"
+    assert used == f"{included}, from {base_files.base_table_of(name, VOCABULARY).learned:,} tokens"
     included.unlink()
     _, out, _ = call("doctor", chats, "--json")
     assert json.loads(out)["model"]["base_table"] == f"{damaged}; none; lookahead learn makes one"
 
 
 def test_a_damaged_table_is_learned_again(chats):
-    learned = learned_file(lookahead.load(chats).model.config)
+    learned = learned_file(lookahead.load(chats).model.shape.name)
     learned.parent.mkdir(parents=True)
     learned.write_bytes(b"x" * 40)
     _, out, _ = call("doctor", chats, "--json")
@@ -91,7 +91,7 @@ def test_a_damaged_table_is_learned_again(chats):
 
 
 def test_a_table_from_less_text_than_the_included_one_is_not_used(chats, tmp_path, monkeypatch):
-    learned = learned_file(lookahead.load(chats).model.config)
+    learned = learned_file(lookahead.load(chats).model.shape.name)
     included = tmp_path / "included" / learned.name
     monkeypatch.setattr(base_files, "INCLUDED", included.parent)
     save_table(included, VOCABULARY, 4 * [[token, 7, 8, 9, token, 10] for token in range(3, 60)])

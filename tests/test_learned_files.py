@@ -18,6 +18,7 @@ from lookahead.cli import console
 from lookahead.core import OutOfMemory, SettingsError
 from lookahead.cpu.target import CpuTarget
 from lookahead.drafters.adaptive.calibration import BASE_AXES, GREEDY_GUESSES
+from lookahead.drafters.adaptive.heads import make_head
 from lookahead.drafters.adaptive.sources import base_table
 from lookahead.drafters.adaptive.sources.base_table import NO_TRIE, save_table
 from lookahead.drafters.adaptive.sources.head_file import HeadWeights
@@ -31,7 +32,6 @@ from lookahead.learning.table_learner import Goal, Learner
 from lookahead.learning.text_parts import ANSWER, LOCK_FILE, OWN_ANSWER, REQUEST, Folder, Text
 from lookahead.learning.train_head import Training
 from lookahead.learning.train_settings import TrainSettings
-from lookahead.light_head import make_head
 
 HIDDEN = 32
 #: A model without a chat template.

@@ -7,13 +7,14 @@ import torch
 import lookahead
 from families import tiny_model
 from learned import save_table, with_free_head
-from lookahead.admission import Admission
 from lookahead.core import Request
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.base_files import learned_file
+from lookahead.drafters.prepare import Preparation
 from lookahead.hf import attention
 from lookahead.hf.attention_hook import TreeAttention
 from lookahead.hf.cuda_graphs import CudaGraphTarget
+from lookahead.hf.model import HFModel
 from lookahead.hf.paths import make_target, probe
 from lookahead.testing import run
 from serving import serving
@@ -47,8 +48,8 @@ def target_of(path):
 
 
 def decoded(model, target, drafter):
-    admission = Admission(model, probe(model), lambda: target)
-    sequences = run(target, [admission(Request(prompt, drafter, NEW), target) for prompt in PROMPTS])
+    prepare = Preparation(HFModel(model), True, lambda: target)
+    sequences = run(target, [Request(prompt, prepare(drafter, target), NEW) for prompt in PROMPTS])
     return [sequence.result.checked() for sequence in sequences]
 
 
@@ -110,7 +111,7 @@ def test_custom_generate_finds_a_learned_table():
     model = tiny()
     plain, _ = generated(model)
     _, without = generated(model, drafter=WITH_TABLE)
-    save_table(learned_file(model.config), 96, plain)
+    save_table(learned_file(HFModel(model).shape.name), 96, plain)
     tokens, stats = generated(model, drafter=WITH_TABLE)
     assert tokens == plain
     assert [each.drafted for each in without] == [0, 0]
@@ -121,7 +122,7 @@ def test_the_server_finds_a_learned_table():
     llm = lookahead.LLM(tiny(vocab_size=VOCABULARY), tokenizer())
     prompt = "def add("
     plain = llm.generate(prompt, max_new_tokens=NEW, drafter=Plain())
-    save_table(learned_file(llm.model.config), VOCABULARY, [llm.encode(prompt) + plain.tokens])
+    save_table(learned_file(llm.model.shape.name), VOCABULARY, [llm.encode(prompt) + plain.tokens])
     with serving(llm, drafter=str(WITH_TABLE)) as served:
         body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0, "lookahead": {"stats": True}}
         answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()

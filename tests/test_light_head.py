@@ -15,28 +15,27 @@ from safetensors.numpy import load_file, save_file
 
 import lookahead
 from learned import random_head
-from lookahead import light_head
-from lookahead.admission import Admission
 from lookahead.core import Request, SettingsError, Start, TokenTree
 from lookahead.cpu.compiled_head import MAX_ROWS
-from lookahead.cpu.model import quantize_model
 from lookahead.cpu.target import CpuTarget
 from lookahead.drafters import Adaptive, Plain
-from lookahead.drafters.adaptive import base_files
+from lookahead.drafters.adaptive import base_files, heads
 from lookahead.drafters.adaptive.calibration import GREEDY_GUESSES
+from lookahead.drafters.adaptive.for_model import ForModel
+from lookahead.drafters.adaptive.heads import head_of, make_head, own_head_file
 from lookahead.drafters.adaptive.sources.base_table import open_table
 from lookahead.drafters.adaptive.sources.head_file import QUANTIZE, from_blocks, load_head
 from lookahead.drafters.adaptive.sources.light_head import sampled_guess_kinds
 from lookahead.drafters.adaptive.state import AdaptiveState
+from lookahead.drafters.prepare import Preparation
 from lookahead.hf.batch_rows import BatchRowsTarget
 from lookahead.hf.exact_mode import CapturedExactTarget, ExactTarget
-from lookahead.hf.paths import make_target, probe
+from lookahead.hf.model import HFModel
+from lookahead.hf.quantize import quantize_model
 from lookahead.hf.target import PlainTarget, TransformersTarget
-from lookahead.light_head import head_of, make_head, own_head_file, row_readers
-from lookahead.limits import Probe
 from lookahead.llamacpp.model import LlamaCppModel
 from lookahead.llamacpp.target import LlamaCppTarget
-from lookahead.model import OwnConfig
+from lookahead.model import Shape
 from lookahead.testing import FakeTarget, run, tiny_model
 from lookahead.threads import thread_count
 from test_cli import refused
@@ -77,8 +76,8 @@ def log_probabilities(logits):
 
 @pytest.fixture(scope="module")
 def models():
-    model = tiny_model("llama")
-    return {"packed": quantize_model(model, probe(model).facts, "q8_0"), "module": model}
+    model = HFModel(tiny_model("llama"))
+    return {"packed": quantize_model(model, "q8_0"), "module": model}
 
 
 @pytest.fixture
@@ -168,11 +167,11 @@ def test_files_that_are_no_safetensors(tmp_path):
 @pytest.mark.parametrize("kind", ["packed", "module"])
 @pytest.mark.parametrize("rows", [1, 3, MAX_ROWS])
 def test_the_compiled_head_computes_what_numpy_does(models, kind, rows):
-    head, (embed, output) = weights(), row_readers(models[kind])
+    head, parts = weights(), models[kind].head_parts()
     compiled = make_head(models[kind], CpuTarget, head)
     states, tokens = numbers(rows, HIDDEN), RANDOM.integers(0, VOCABULARY, rows).tolist()
     guessed, ids, odds = compiled.guess(states, tokens, 5)
-    after, logits = reference(head, embed(tokens), output(head.shortlist), states, tokens)
+    after, logits = reference(head, parts.embed(tokens), parts.output(head.shortlist), states, tokens)
     assert np.abs(guessed - after).max() < 0.03 * np.abs(after).max()
     assert ids.shape == odds.shape == (rows, 5)
     places = np.searchsorted(head.shortlist, ids)
@@ -206,11 +205,11 @@ def test_four_bits(models):
 
 
 def test_the_torch_head_computes_what_numpy_does(models):
-    head, (embed, output) = weights(), row_readers(models["module"])
+    head, parts = weights(), models["module"].head_parts()
     made = make_head(models["module"], TransformersTarget, head)
     states, tokens = numbers(3, HIDDEN), [9, 1, 95]
     guessed, ids, odds = made.guess(states, tokens, 4)
-    after, logits = reference(head, embed(tokens), output(head.shortlist), states, tokens)
+    after, logits = reference(head, parts.embed(tokens), parts.output(head.shortlist), states, tokens)
     assert np.abs(guessed - after).max() < 1e-5 * np.abs(after).max() + 1e-5
     order = np.argsort(-logits, axis=-1)[:, :4]
     assert (ids == head.shortlist[order]).all()
@@ -240,9 +239,9 @@ def test_a_head_of_another_model_is_refused(models):
 
 
 def test_a_model_without_output_embeddings_is_refused(monkeypatch):
-    model = tiny_model("llama")
-    monkeypatch.setattr(model, "get_output_embeddings", lambda: None)
-    for used in (lambda: make_head(model, TransformersTarget, weights()), lambda: row_readers(model)):
+    model = HFModel(tiny_model("llama"))
+    monkeypatch.setattr(model.module, "get_output_embeddings", lambda: None)
+    for used in (lambda: make_head(model, TransformersTarget, weights()), model.head_parts):
         with pytest.raises(
             SettingsError, match="needs a model with output embeddings, and LlamaForCausalLM has none"
         ):
@@ -250,8 +249,8 @@ def test_a_model_without_output_embeddings_is_refused(monkeypatch):
 
 
 def test_embeddings_and_output_rows_of_other_sizes_are_refused(monkeypatch):
-    model = tiny_model("llama")
-    monkeypatch.setattr(model, "get_input_embeddings", lambda: torch.nn.Embedding(VOCABULARY, 32))
+    model = HFModel(tiny_model("llama"))
+    monkeypatch.setattr(model.module, "get_input_embeddings", lambda: torch.nn.Embedding(VOCABULARY, 32))
     with pytest.raises(SettingsError, match="and those of LlamaForCausalLM have 32 and 64 numbers"):
         make_head(model, TransformersTarget, weights())
 
@@ -267,12 +266,13 @@ def test_paths_without_hidden_states_are_refused_by_name(models, target):
 
 
 def test_decoded_rows_are_those_of_the_model(models):
-    embed, output = row_readers(models["packed"])
-    module = models["module"]
-    for read, part in ((embed, module.get_input_embeddings()), (output, module.get_output_embeddings())):
+    parts = models["packed"].head_parts()
+    module = models["module"].module
+    both = (parts.embed, module.get_input_embeddings()), (parts.output, module.get_output_embeddings())
+    for read, part in both:
         expected = part.weight.detach().numpy()[[0, 95, 31, 16]]
         assert np.abs(read([0, 95, 31, 16]) - expected).max() < 0.01 * np.abs(expected).max()
-    assert make_target(models["packed"]).path == "cpu"
+    assert models["packed"].make_target().path == "cpu"
 
 
 class Oracle:
@@ -328,7 +328,9 @@ PROMPT = [7, 8, 9]
 
 def decoded(drafter, head=None, target=None, new=40, **fields):
     target = target or StateTarget(100, hard_text)
-    (sequence,) = run(target, [Request(PROMPT, drafter, new, head=head, **fields)])
+    if head is not None:
+        drafter = replace(drafter, for_model=ForModel(head=head))
+    (sequence,) = run(target, [Request(PROMPT, drafter, new, **fields)])
     if sequence.result.error is not None:
         raise sequence.result.error
     return sequence.result
@@ -404,9 +406,8 @@ def test_a_target_without_hidden_states_is_said_once():
 def test_without_a_head_nothing_asks_for_hidden_states():
     state = Adaptive(rows=4).start(Start(PROMPT, 5, vocabulary=100))
     assert not state.draft(5).needs_hidden
-    assert (
-        Adaptive(rows=4).start(Start(PROMPT, 5, vocabulary=100, head=Oracle(None, []))).draft(5).needs_hidden
-    )
+    with_head = Adaptive(rows=4, for_model=ForModel(head=Oracle(None, [])))
+    assert with_head.start(Start(PROMPT, 5, vocabulary=100)).draft(5).needs_hidden
 
 
 def test_sampled_guesses_are_ranked_with_the_noise():
@@ -474,7 +475,7 @@ def llm(models):
 
 
 def test_texts_with_a_head_are_those_of_plain_decoding(llm, file, monkeypatch):
-    monkeypatch.setattr(light_head, "head_cost", lambda *given: 0.0)  # for this model, it costs too much
+    monkeypatch.setattr(heads, "head_cost", lambda *given: 0.0)  # for this model, it costs too much
     drafter = Adaptive(rows=8, head=str(file))
     for options in ({}, {"temperature": 0.8, "seed": 3}):
         plain = llm.generate([5, 6, 7], drafter="plain", max_new_tokens=40, **options)
@@ -511,30 +512,30 @@ def test_a_head_that_cannot_be_used_is_said_once_and_decoding_goes_on(llm, file,
 def test_auto_takes_the_head_of_this_model_if_there_is_one(models, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     said = []
-    model = quantize_model(models["module"], probe(models["module"]).facts, "q8_0")
-    assert head_of(model, CpuTarget, "auto", lambda: make_target(model), said.append) is None
-    model = quantize_model(models["module"], probe(models["module"]).facts, "q8_0")
-    own_head_file(model).parent.mkdir(parents=True)
-    weights().save(own_head_file(model))
-    head = head_of(model, CpuTarget, "auto", lambda: make_target(model), said.append)
+    model = quantize_model(models["module"], "q8_0")
+    assert head_of(model, CpuTarget, "auto", model.make_target, said.append) is None
+    model = quantize_model(models["module"], "q8_0")
+    own_head_file(model.shape.name).parent.mkdir(parents=True)
+    weights().save(own_head_file(model.shape.name))
+    head = head_of(model, CpuTarget, "auto", model.make_target, said.append)
     assert head.cost > 0
-    assert head is head_of(model, CpuTarget, "auto", lambda: make_target(model), said.append)
-    assert own_head_file(model) == own_head_file(models["module"])
+    assert head is head_of(model, CpuTarget, "auto", model.make_target, said.append)
+    assert own_head_file(model.shape.name) == own_head_file(models["module"].shape.name)
     assert not said
 
 
 def test_a_damaged_head_is_replaced_by_the_included_one(models, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    model = quantize_model(models["module"], probe(models["module"]).facts, "q8_0")
-    own = own_head_file(model)
+    model = quantize_model(models["module"], "q8_0")
+    own = own_head_file(model.shape.name)
     included = tmp_path / "included" / own.name
-    monkeypatch.setattr(light_head, "INCLUDED", included.parent)
+    monkeypatch.setattr(heads, "INCLUDED", included.parent)
     for file in (own, included):
         file.parent.mkdir(parents=True)
     own.write_bytes(b"x" * 40)
     weights().save(included)
     said = []
-    assert head_of(model, CpuTarget, "auto", lambda: make_target(model), said.append).cost > 0
+    assert head_of(model, CpuTarget, "auto", model.make_target, said.append).cost > 0
     (line,) = said
     assert line.startswith(f"{own} is not a light head: ")
     assert line.endswith(
@@ -547,7 +548,7 @@ def test_a_damaged_head_is_replaced_by_the_included_one(models, tmp_path, monkey
 def test_a_head_on_a_path_without_hidden_states_is_said_once(models, target, wanted):
     """Also "auto", because a head is off unless it is requested, and whether or not there is a file."""
     said = []
-    model = quantize_model(models["module"], probe(models["module"]).facts, "q8_0")
+    model = quantize_model(models["module"], "q8_0")
     for _ in range(2):
         assert head_of(model, target, wanted, lambda: pytest.fail("a step was measured"), said.append) is None
     assert said == [
@@ -560,19 +561,16 @@ def llamacpp_model():
     """A model on llama.cpp's engine without llama.cpp."""
     model = object.__new__(LlamaCppModel)
     model.description = "llama, Q4_1 weights, llama.cpp on CPU, f16 keys and f16 values"
-    model.config = OwnConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=2)
+    model.shape = Shape("llama", VOCABULARY, HIDDEN, 2)
+    model.state = {}
     return model
 
 
-@pytest.mark.parametrize("mode", ["tree", "plain"])
-def test_auto_with_the_engine_of_llamacpp_is_said_once(mode, tmp_path, monkeypatch, capsys):
-    """With drafts and without."""
+def test_auto_with_the_engine_of_llamacpp_is_said_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    admission = Admission(llamacpp_model(), Probe(mode, "", None, None), lambda: LlamaCppTarget)
+    prepare = Preparation(llamacpp_model(), True, lambda: LlamaCppTarget)
     for _ in range(2):
-        request = admission(Request([5, 6, 7], Adaptive(rows=4, head="auto"), 5), LlamaCppTarget)
-        assert request.head is None
-        assert request.drafter.name == ("adaptive" if mode == "tree" else "plain")
+        assert prepare(Adaptive(rows=4, head="auto"), LlamaCppTarget).for_model.head is None
     (line,) = capsys.readouterr().err.splitlines()
     assert "head='auto' needs hidden states, which the path 'llama.cpp' does not provide" in line
     assert line.endswith("continuing without a light head")
@@ -580,12 +578,12 @@ def test_auto_with_the_engine_of_llamacpp_is_said_once(mode, tmp_path, monkeypat
 
 @pytest.mark.parametrize("path", ["exact", "plain"])
 def test_auto_without_hidden_states_decodes_the_same_text(path, capsys):
-    model = tiny_model("llama")
-    target = make_target(model, path=path)
-    admission = Admission(model, probe(model), lambda: target)
+    model = HFModel(tiny_model("llama"))
+    target = model.make_target(path)
+    prepare = Preparation(model, True, lambda: target)
     texts = []
     for drafter in (Plain(), *(Adaptive(rows=4, head="auto"),) * 2):
-        (sequence,) = run(target, [admission(Request([5, 6, 7], drafter, 10), target)])
+        (sequence,) = run(target, [Request([5, 6, 7], prepare(drafter, target), 10)])
         texts.append(sequence.tokens)
     assert texts[0] == texts[1] == texts[2]
     assert len(texts[0]) == 10
@@ -601,7 +599,7 @@ def test_training_a_head_names_the_engine_that_cannot(monkeypatch):
 
 def test_the_included_head_keeps_the_most_frequent_tokens(tmp_path):
     name = "v49152-h576-l30.safetensors"
-    head, table = light_head.INCLUDED / name, base_files.INCLUDED / name
+    head, table = heads.INCLUDED / name, base_files.INCLUDED / name
     main = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "shorten_head.py"))["main"]
     main(head, table, "2000", tmp_path / "short")
     included, short = load_head(head), load_head(tmp_path / "short")

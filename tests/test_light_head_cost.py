@@ -8,16 +8,15 @@ import time
 import pytest
 
 import lookahead
-from lookahead import light_head
 from lookahead.core import SettingsError
 from lookahead.cpu.compiled_head import CompiledHead
-from lookahead.cpu.model import quantize_model
 from lookahead.drafters import Adaptive
 from lookahead.drafters.adaptive import measure, model_curves
 from lookahead.drafters.adaptive.cost import TYPICAL_HEAD, CostCurve, curve_file, load_curve, save_curve
-from lookahead.drafters.adaptive.model_curves import cost_path, model_key
-from lookahead.hf.paths import probe
-from lookahead.light_head import head_of
+from lookahead.drafters.adaptive.heads import head_of
+from lookahead.drafters.adaptive.model_curves import curve_key
+from lookahead.hf.model import HFModel
+from lookahead.hf.quantize import quantize_model
 from lookahead.testing import FakeTarget, tiny_model
 from test_light_head import HIDDEN, weights
 
@@ -33,8 +32,8 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def llm():
-    model = tiny_model("llama")
-    return lookahead.LLM(quantize_model(model, probe(model).facts, "q8_0"))
+    model = HFModel(tiny_model("llama"))
+    return lookahead.LLM(quantize_model(model, "q8_0"))
 
 
 @pytest.fixture
@@ -51,11 +50,11 @@ def forgotten(llm):
 def forget(llm):
     """As in another process, nothing is known but what is saved."""
     model_curves.forget_curves(llm.model)
-    light_head._of_models.pop(llm.model, None)
+    llm.model.state.pop("heads", None)
 
 
 def key(llm):
-    return model_key(llm.model, cost_path(llm.target()))
+    return curve_key(llm.model, llm.target())
 
 
 def cost_in(llm, file, said=pytest.fail):

@@ -27,7 +27,6 @@ from lookahead.core.verify import ChooseBy, greedy
 from lookahead.equivalence import distance
 from lookahead.llamacpp import library
 from lookahead.llamacpp.check import check
-from lookahead.llamacpp.model import LlamaCppModel
 from lookahead.llamacpp.target import LlamaCppTarget
 from lookahead.loading import load_with
 from lookahead.server.settings import Settings
@@ -98,7 +97,7 @@ def close(rows, others):
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3", "olmo2", "gpt2"])
 def test_a_row_of_a_tree_is_that_of_plain_decoding(loaded, architecture):
     llm = loaded(architecture)
-    assert (llm.probe.mode, llm.path) == ("tree", "llama.cpp"), llm.probe.reason
+    assert (llm.model.probe.mode, llm.path) == ("tree", "llama.cpp"), llm.model.probe.reason
     target = llm.target()
     target.prefill([(0, PROMPT)])
     assert close(rows_of(target, TREE), rows_alone(llm, PROMPT, TREE))
@@ -259,7 +258,7 @@ def test_a_seed_draws_the_same_text(loaded):
 @pytest.mark.parametrize("types", ["Q8_0", ("Q4_K", "Q6_K"), "Q2_K", "IQ4_NL"])
 def test_quantized_files_are_checked_at_load(loaded, types):
     llm = loaded(types=types, flash_attn="auto", cache_type_k="f16", cache_type_v="f16")
-    assert llm.probe.mode == "tree", llm.probe.reason
+    assert llm.model.probe.mode == "tree", llm.model.probe.reason
     assert llm.dtype == ("Q6_K + Q4_K" if len(types) == 2 else types)
     drafted, plain = (
         llm.generate(PROMPT, max_new_tokens=12, ignore_eos=True, drafter=drafter).tokens
@@ -411,7 +410,7 @@ def test_a_model_with_a_recurrent_state_decodes_plainly(files, loaded, monkeypat
     monkeypatch.setattr(library.library(), "llama_model_is_recurrent", lambda model: True)
     with pytest.warns(UserWarning, match="its recurrent state cannot be truncated"):
         llm = lookahead.load(files(), engine="llama.cpp", threads=1, **WHOLE)
-    assert llm.probe.mode == "plain"
+    assert llm.model.probe.mode == "plain"
     assert llm.model.loaded.sequences == library.RECURRENT_SEQUENCES
     ours = llm.generate([PROMPT, [3, 4]], max_new_tokens=20, ignore_eos=True, drafter=Lookahead(7, 3, 7))
     assert [result.tokens for result in ours] == [result.tokens for result in plain]
@@ -450,13 +449,6 @@ def test_a_missing_package_is_named_with_its_pip_line(monkeypatch):
     with pytest.raises(SettingsError, match="llama-cpp-python, which is not installed; pip install 'llama"):
         lookahead.load(engine="llama.cpp")
     library.library.cache_clear()
-
-
-def test_what_needs_a_module_says_so(loaded):
-    model = loaded().model
-    assert isinstance(model, LlamaCppModel)
-    with pytest.raises(SettingsError, match="'generate' needs a transformers model"):
-        model.generate()
 
 
 # ------------------------------------------------------------------------------- the server and the benchmark

@@ -1,17 +1,17 @@
 """What ``load`` says about a model that it has read and cannot use, on tiny models in memory."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import lookahead
-from lookahead import loading
-from lookahead.checkpoints import Checkpoint
 from lookahead.core import OutOfMemory, SettingsError
-from lookahead.loading import _check_causal, _quantize
+from lookahead.hf.load import Checkpoint, check_causal
+from lookahead.hf.model import HFModel
+from lookahead.limits import Probe
+from lookahead.loading import _quantized
 from lookahead.options import LoadOptions
 from lookahead.testing import tiny_model
 
@@ -32,25 +32,25 @@ def test_packed_weights_need_a_class_of_the_compiled_path():
     refused(
         "weights='q8_0' needs a model that the compiled CPU path supports, but GPTNeoXForCausalLM is not one: "
         "GPTNeoXForCausalLM is not an architecture of the compiled path",
-        _quantize,
-        tiny_model("gpt_neox"),
+        _quantized,
+        HFModel(tiny_model("gpt_neox")),
         "q8_0",
     )
 
 
 def test_packed_weights_need_token_trees(monkeypatch):
-    monkeypatch.setattr(loading, "probe", lambda model: SimpleNamespace(facts=None))
+    monkeypatch.setattr(HFModel, "probe", Probe("plain", "", None, None))
     refused(
         "weights='q4_0' needs a model that the compiled CPU path supports, but LlamaForCausalLM is not one: "
         "it cannot evaluate token trees",
-        _quantize,
-        tiny_model("llama"),
+        _quantized,
+        HFModel(tiny_model("llama")),
         "q4_0",
     )
 
 
 def test_a_causal_model_passes_its_check():
-    _check_causal(tiny_model("llama"), "a model")
+    check_causal(tiny_model("llama"), "a model")
 
 
 def test_a_model_that_needs_other_inputs_is_refused(monkeypatch):
@@ -60,7 +60,7 @@ def test_a_model_that_needs_other_inputs_is_refused(monkeypatch):
     model = tiny_model("llama")
     monkeypatch.setattr(model, "forward", forward)
     refused(
-        "a model cannot evaluate plain token ids: pixel_values must be given", _check_causal, model, "a model"
+        "a model cannot evaluate plain token ids: pixel_values must be given", check_causal, model, "a model"
     )
 
 
@@ -76,7 +76,7 @@ def test_logits_that_are_nan_are_refused(dtype, cure):
     torch.nn.init.constant_(model.model.norm.weight, float("nan"))
     refused(
         f"a model's logits must not be NaN, but those of a model are NaN in {dtype} for every token tried; {cure}",
-        _check_causal,
+        check_causal,
         model,
         "a model",
     )
@@ -87,7 +87,7 @@ def test_weights_that_do_not_fit_are_said_in_one_line(tmp_path, monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
     tiny_model("gpt_neox").save_pretrained(tmp_path)
-    checkpoint = Checkpoint(LoadOptions(path_or_id=tmp_path))
+    checkpoint = Checkpoint(str(tmp_path), tmp_path, None, LoadOptions())
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
     with pytest.raises(
         OutOfMemory, match=f"^{tmp_path} did not fit in memory; use a smaller dtype or model$"

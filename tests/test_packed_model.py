@@ -14,11 +14,11 @@ from learned import with_free_head
 from lookahead.core import OutOfMemory, SettingsError, TokenTree
 from lookahead.cpu import gguf_blueprint
 from lookahead.cpu.kernels import formats
-from lookahead.cpu.model import PackedModel, read_model
+from lookahead.cpu.load import read_model
+from lookahead.cpu.model import PackedModel
 from lookahead.drafters import Adaptive, Lookahead, Plain
 from lookahead.gguf.families import GGUF_NAMES
 from lookahead.gguf.file import GGUFFile
-from lookahead.hf.paths import make_target
 from test_cli import call, refused
 from toy import VOCABULARY, save
 
@@ -41,7 +41,7 @@ def files(tiny_gguf):
 
 def packed_logits(model):
     """Logits of all tokens but the first, the prompt; the others form a chain in one step."""
-    target = make_target(model)
+    target = model.make_target()
     target.prefill([(0, TOKENS[:1])])
     tree = TokenTree(TOKENS[1])
     for parent, token in enumerate(TOKENS[2:]):
@@ -141,8 +141,8 @@ def test_drafted_texts_equal_plain_decoding(architecture, drafter, loaded):
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
 def test_texts_with_a_light_head_equal_plain_decoding(architecture, options, loaded, tmp_path, monkeypatch):
     llm = loaded(architecture)
-    config = llm.model.config
-    head = with_free_head(tmp_path / "head", monkeypatch, config.vocab_size, config.hidden_size, rows=8)
+    shape = llm.model.shape
+    head = with_free_head(tmp_path / "head", monkeypatch, shape.vocabulary, shape.hidden, rows=8)
     options = {"max_new_tokens": 48, "ignore_eos": True, **options}
     drafted, plain = (llm.generate(TOKENS * 2, drafter=each, **options) for each in (head, Plain()))
     assert drafted.tokens == plain.tokens
@@ -167,23 +167,6 @@ def test_several_sequences_and_exact(files):
     assert [result.tokens for result in together] == [result.tokens for result in alone]
 
 
-# ---------------------------------------------------------------- what needs a transformers model
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda llm: llm.model(torch.tensor([TOKENS])),
-        lambda llm: llm.model.generate(torch.tensor([TOKENS])),
-        lambda llm: llm.model.get_input_embeddings(),
-        lambda llm: llm.model.register_forward_hook(print),
-    ],
-)
-def test_what_needs_a_module_says_what_to_do(use, loaded):
-    with pytest.raises(SettingsError, match=r"needs a transformers model.*dtype='bfloat16' or 'float32'"):
-        use(loaded("llama"))
-
-
 def test_other_paths_are_refused_with_what_to_do(loaded):
     with pytest.raises(SettingsError, match=r"path 'transformers' is not available.*dtype='bfloat16'"):
         loaded("llama").target("transformers")
@@ -194,13 +177,13 @@ def test_doctor_and_verify(files):
     code, out, _ = call("doctor", path, "--json")
     report = json.loads(out)["model"]
     assert code == 0
-    assert (report["class"], report["path"], report["attention"]) == ("PackedModel", "cpu", "compiled")
+    assert (report["class"], report["path"], report["attention"]) == ("LlamaForCausalLM", "cpu", "compiled")
     assert report["dtype"].split(" + ")[0] in MIXED
     assert report["parameters"] == sum(p.numel() for p in reference_model(path).parameters())
     code, out, _ = call("verify", path, "--prompt", "the cat", "--max-new-tokens", 8, "--json")
     report = json.loads(out)
     assert (code, report["equal"], report["bit_equal_rows"][0]) == (0, 1, report["bit_equal_rows"][1])
-    refused("'generate' needs a transformers model", "verify", path, "--reference", "generate")
+    refused("--reference generate needs a transformers model", "verify", path, "--reference", "generate")
 
 
 def test_verify_finds_a_wrong_token(files, accept_a_wrong_node):
@@ -243,7 +226,7 @@ def test_an_architecture_that_only_transformers_knows(files, monkeypatch):
     assert "transformers decodes them to bfloat16, so memory and step time are several times as large" in str(
         warned[0].message
     )
-    assert (type(llm.model).__name__, llm.dtype) == ("Qwen2ForCausalLM", "bfloat16")
+    assert (type(llm.model.module).__name__, llm.dtype) == ("Qwen2ForCausalLM", "bfloat16")
 
 
 def test_an_option_for_transformers_is_not_silent(files):
@@ -288,7 +271,7 @@ def test_a_model_is_quantized_while_it_is_loaded(kind, tmp_path):
     folder = save(tmp_path, initializer_range=0.1)
     llm, full = lookahead.load(folder, weights=kind), lookahead.load(folder)
     assert (llm.dtype, llm.path, llm.parameter_count) == (kind.upper(), "cpu", full.parameter_count)
-    off = difference(packed_logits(llm.model), logits(full.model))
+    off = difference(packed_logits(llm.model), logits(full.model.module))
     assert 0.001 < off < {"q8_0": 0.05, "q4_0": 0.5, "Q5_1": 0.3}[kind]
     drafted, plain = (
         llm.generate("def add(a, b):", drafter=each, max_new_tokens=40) for each in ("7,5,7", "off")
@@ -301,7 +284,7 @@ def test_a_gguf_file_that_is_not_quantized_can_be(files):
 
 
 def test_quantizing_on_a_machine_with_a_gpu_names_the_device_to_give(toy_plain, monkeypatch):
-    monkeypatch.setattr("lookahead.loading._device", lambda device: "cuda" if device is None else "cpu")
+    monkeypatch.setattr("lookahead.loading.find_device", lambda device: "cuda" if device is None else "cpu")
     with pytest.raises(SettingsError, match="this machine's default is cuda; give device='cpu'"):
         lookahead.load(toy_plain, weights="q8_0")
 

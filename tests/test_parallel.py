@@ -94,15 +94,15 @@ def unequal(ours, theirs):
 def join_ranks(make_target, timeout=30.0, model=None):
     from lookahead import parallel
     from lookahead.equivalence import differ
-    from lookahead.hf.paths import probe
+    from lookahead.testing import FakeModel
 
     connections = parallel.start(120.0, "cpu")  # processes start slowly on a busy machine
     connections.timeout = timeout
     for link in connections.links.values():
         link.timeout = timeout if connections.rank == 0 else 2 * timeout  # as ``start`` does
     if model is None:  # a target whose logits are the same on every rank
-        return parallel.join(make_target, connections, None, unequal)
-    return parallel.join(make_target, connections, model, functools.partial(differ, probe(model).equivalence))
+        return parallel.join(make_target, connections, FakeModel(), unequal)
+    return parallel.join(make_target, connections, model, functools.partial(differ, model.probe.equivalence))
 
 
 class Sampled:
@@ -402,23 +402,23 @@ def nan_rank(rank):
 
 
 def unequal_rank(rank, what, files=()):
-    from lookahead.hf.paths import make_target
+    from lookahead.hf.model import HFModel
     from lookahead.testing import tiny_model
 
     if what == "vocabulary":
         return join_ranks(lambda: FakeTarget(vocabulary=33 if rank == 1 else 32))
     if files:
-        from lookahead.cpu.model import read_model
+        from lookahead.cpu.load import read_model
         from lookahead.gguf.file import GGUFFile
 
         model = read_model(GGUFFile(files[what == "packed weights" and rank == 1]))
         if what == "packed norm" and rank == 1:
             model.compiled.blueprint.final_norm.weight[3] += 1e-3
     else:
-        model = tiny_model("llama")
+        model = HFModel(tiny_model("llama"))
         if rank == 1:
-            model.model.norm.weight.data[3] += 1e-3
-    return join_ranks(functools.partial(make_target, model), model=model)
+            model.module.model.norm.weight.data[3] += 1e-3
+    return join_ranks(model.make_target, model=model)
 
 
 def patient(rank):
@@ -440,11 +440,10 @@ def leader_ends(rank, how):
 def command_line(rank, arguments, dies_at):
     """Run ``lookahead`` with these arguments; rank 1 dies in its n-th step."""
 
-    from lookahead import llm, loading
     from lookahead.cli import app
-    from lookahead.hf import paths
+    from lookahead.hf import model as models
 
-    make, steps = paths.make_target, []
+    make, steps = models.make_target, []
 
     def mortal(model, *rest, **named):
         target = make(model, *rest, **named)
@@ -459,8 +458,7 @@ def command_line(rank, arguments, dies_at):
         target.forward = counted
         return target
 
-    for module in (paths, llm, loading):  # each may already have imported the name
-        module.make_target = mortal
+    models.make_target = mortal
     try:
         app(arguments, prog_name="lookahead")
     finally:

@@ -57,7 +57,7 @@ def test_load_puts_the_model_on_the_ranks_own_gpu(four_gpus, monkeypatch):
     from lookahead import loading, parallel
     from lookahead.options import LoadOptions
 
-    monkeypatch.setattr(loading, "_device", torch.device)  # the original tries the device
+    monkeypatch.setattr(loading, "find_device", torch.device)  # the original tries the device
     monkeypatch.setattr(parallel, "start", lambda timeout, device: device)
     options = LoadOptions(parallel="lookahead", device="cuda")
     assert loading._start_ranks(options) == (torch.device("cuda", 2),) * 2

@@ -247,7 +247,7 @@ def test_changed_weights_and_an_interrupt_begin_anew(llm, monkeypatch):
     options = {"max_new_tokens": 4, "drafter": Plain()}
     before = llm.generate(SHARED, **options).tokens
     with torch.no_grad():
-        llm.model.get_input_embeddings().weight.mul_(-1)
+        llm.model.module.get_input_embeddings().weight.mul_(-1)
     assert (
         llm.generate(SHARED, **options).tokens == lookahead.LLM(llm.model).generate(SHARED, **options).tokens
     )

@@ -165,7 +165,7 @@ def test_log_probabilities_are_the_targets_own(served):
     ids = served.llm.encode(PROMPT)
     ids += plain(served, max_new_tokens=5).tokens
     with torch.no_grad():
-        rows = served.llm.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        rows = served.llm.model.module(torch.tensor([ids])).logits[0].float().log_softmax(-1)
     expected = [float(rows[i, token]) for i, token in enumerate(ids[1:])]
     assert shown["token_logprobs"][0] is None
     assert shown["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)

@@ -10,7 +10,6 @@ import lookahead.hf.target as target_module
 from families import tiny_model
 from lookahead.core import Engine, OutOfMemory, Request, TokenTree
 from lookahead.core.target import BIT_EQUAL, CHECKED, UP_TO_ROUNDING
-from lookahead.cpu.model import PackedModel
 from lookahead.cpu.target import CpuTarget
 from lookahead.drafters import Lookahead, Plain, as_drafter
 from lookahead.hf import masks, tree_cache
@@ -22,7 +21,6 @@ from lookahead.hf.masks import LayerKinds, attention_masks, stack_rows
 from lookahead.hf.paths import PATHS, make_target, probe
 from lookahead.hf.target import PlainTarget, TransformersTarget
 from lookahead.hf.tree_cache import TreeCache
-from lookahead.llamacpp.model import LlamaCppModel
 from lookahead.llamacpp.target import LlamaCppTarget
 from lookahead.testing import assert_same_as_autoregressive, run
 
@@ -492,7 +490,4 @@ def test_every_path_of_a_target_has_its_promise():
     kinds = [CpuTarget, CudaGraphTarget, ExactTarget, BatchRowsTarget, TransformersTarget, PlainTarget]
     promised = {kind.path: kind.promise.startswith("bit-equal") for kind in kinds}
     assert promised == {path.name: path.bit_equal for path in PATHS}
-    for kind in (PackedModel, LlamaCppModel):
-        (target,) = [one for one in (*kinds, LlamaCppTarget) if one.path == kind.path]
-        assert target.promise.startswith("bit-equal") == kind.bit_equal
     assert {kind.promise for kind in (*kinds, LlamaCppTarget)} == {BIT_EQUAL, CHECKED, UP_TO_ROUNDING}

@@ -16,10 +16,11 @@ import torch
 
 import lookahead
 from learned import small_disk
-from lookahead import light_head
 from lookahead.core import SettingsError
 from lookahead.cpu.target import CpuTarget
 from lookahead.drafters import Adaptive, Plain
+from lookahead.drafters.adaptive import heads
+from lookahead.drafters.adaptive.heads import find_head, own_head_file
 from lookahead.drafters.adaptive.sources.head_file import load_head
 from lookahead.hf.paths import make_target
 from lookahead.hf.target import TransformersTarget
@@ -31,7 +32,6 @@ from lookahead.learning.table import MOST_TRIALS
 from lookahead.learning.text_parts import Folder
 from lookahead.learning.train_head import Training
 from lookahead.learning.train_settings import TrainSettings
-from lookahead.light_head import find_head, own_head_file
 from lookahead.testing import FakeTarget, tiny_model
 from serving import serving
 from test_cli import call, refused
@@ -59,14 +59,14 @@ def test_a_trained_head_is_found_and_changes_no_text(chats, monkeypatch):
     assert code == 0, err
     report = json.loads(out)
     llm = lookahead.load(chats)
-    assert report["file"] == str(own_head_file(llm.model)) == str(find_head(llm.model))
+    assert report["file"] == str(own_head_file(llm.model.shape.name)) == str(find_head(llm.model.shape.name))
     assert TOKENS <= report["tokens"] < TOKENS + 500
     (first, second), settings = report["accuracy"], report["settings"]
     assert all(0 <= one <= two <= four <= eight <= 1 for one, two, four, eight in (first, second))
     assert settings["width"] == 64
     assert "the shortlist is limited to the vocabulary of 320 tokens (8192 requested)" in err
     assert "hidden states" in err
-    monkeypatch.setattr(light_head, "head_cost", lambda *given: 0.0)
+    monkeypatch.setattr(heads, "head_cost", lambda *given: 0.0)
     drafters = Adaptive(rows=4, head="auto"), Adaptive(rows=8, head="auto", chain=True)
     for options in ({}, {"temperature": 0.8, "seed": 3}):
         for prompts in (["def add("], ["def add(", "the quick", "für 東京"]):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import lookahead.integrations.vllm
 from learned import save_table
@@ -14,9 +15,9 @@ from lookahead.core import SettingsError
 from lookahead.drafters.adaptive.base_files import learned_file
 from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.drafters.adaptive.measure import SUSTAINED
+from lookahead.hf.model import shape_of
 from lookahead.integrations.vllm import Accepted, Proposer
 from lookahead.integrations.vllm_costs import DISCARDED, ROUNDS
-from lookahead.model import OwnConfig
 from lookahead.testing import repetitive_text
 from wrong_proposer import Wrong
 
@@ -241,13 +242,13 @@ def test_a_learned_table_is_found():
     """Nothing else proposes tokens."""
     given = config(
         "adaptive:rows=64:sources=base+",
-        hf_config=OwnConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2),
+        hf_config=LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2),
     )
     assert acceptance(Proposer(given)) == 1
-    file = learned_file(given.model_config.hf_config)
+    file = learned_file(shape_of(given.model_config.hf_config).name)
     save_table(file, VOCABULARY, [prompt + plain(MODEL, prompt, 100) for prompt in prompts(4)])
     proposer = Proposer(given)
-    assert proposer._table.path == file
+    assert proposer._drafter.for_model.base_table.path == file
     assert acceptance(proposer) > 2
 
 

@@ -32,7 +32,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 
 from lookahead.core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, TokenTree
 from lookahead.learning.head_data import Positions
-from lookahead.light_head import row_readers
+from lookahead.model import Model
 from lookahead.threads import one_thread
 
 from . import places_in
@@ -125,14 +125,15 @@ class Eagle:
         self._output = torch.from_numpy(output(shortlist.tolist()))
 
     @classmethod
-    def load(cls, path: Path, model: Any) -> Eagle:
+    def load(cls, path: Path, model: Model) -> Eagle:
         """Load a file written by ``save``."""
         with safe_open(path, "pt") as file:
             parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         shortlist = parts.pop("shortlist").numpy()
         layer = Layer(parts["norms"].shape[1])
         layer.load_state_dict({name: part.float() for name, part in parts.items()})
-        return cls(layer, shortlist, *row_readers(model))
+        rows = model.head_parts()
+        return cls(layer, shortlist, rows.embed, rows.output)
 
     def save(self, path: Path, about: dict[str, Any] | None = None) -> None:
         """Save the layer in bfloat16, with what is said about its training."""

@@ -8,13 +8,15 @@ that size exists for SmolLM2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from lookahead.core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, TokenTree
+from lookahead.core import UNLIMITED_ROWS, Drafter, DraftState, Scores, Start, Target, TokenTree
+from lookahead.drafters.adaptive.heads import head_of
+from lookahead.drafters.notice import notice
 
 #: Rows of a step, including the root -> children of each node, by depth. The shape for 8 rows fills 7.
 SHAPES = {4: (1, 1, 1), 8: (2, 1, 1), 16: (5, 1, 1), 64: (9, 2, 2)}
@@ -33,15 +35,15 @@ class StaticTree(Drafter):
 
     widths: tuple[int, ...]
     head: str = "auto"
+    loaded: Any = field(default=None, compare=False, repr=False)
 
     name = "static-tree"
 
-    @property
-    def wanted_head(self) -> str | None:
-        return self.head
+    def prepare(self, model: Any, target: Target, make_target: Callable[[], Target]) -> StaticTree:
+        return replace(self, loaded=head_of(model, target, self.head, make_target, notice))
 
     def start(self, sequence: Start) -> DraftState:
-        return StaticTreeState(self.widths, sequence.first, sequence.head)
+        return StaticTreeState(self.widths, sequence.first, self.loaded)
 
 
 class StaticTreeState(DraftState):

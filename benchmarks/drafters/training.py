@@ -16,7 +16,6 @@ from lookahead.learning.head_data import Positions
 from lookahead.learning.hidden_states import collect
 from lookahead.learning.text_parts import Folder, read_part
 from lookahead.learning.train_head import fast_dtype
-from lookahead.light_head import row_readers, sizes_of
 
 
 def half_precision() -> torch.autocast:
@@ -69,10 +68,11 @@ def program(description: str | None, out: Path, train: Callable[[Positions, Any,
     parser.add_argument("--out", type=Path, default=out)
     args = parser.parse_args()
     llm = lookahead.load(args.model)
-    parts = collect(llm.target(), sizes_of(llm.model)[1], first_parts(args.text, args.tokens), args.states)
+    model = llm.model.head_parts()
+    parts = collect(llm.target(), model.hidden, first_parts(args.text, args.tokens), args.states)
     begin = monotonic()
     positions = Positions(parts)
-    trained = train(positions, *row_readers(llm.model), args.epochs)
+    trained = train(positions, model.embed, model.output, args.epochs)
     seconds = round(monotonic() - begin)
     trained.save(
         args.out, {"tokens": len(positions), "seconds": seconds, "settings": {"epochs": args.epochs}}

@@ -13,14 +13,12 @@ from dataclasses import replace
 from math import nan
 from typing import Any
 
-from torch.nn import Module
-
 from lookahead.bench.methods import Drafted, ModelUnderTest, Outcome, RunOptions, load_model
 from lookahead.bench.record import Record
 from lookahead.bench.report import figures, number
 from lookahead.core import Drafter, Target
 from lookahead.drafters import Lookahead
-from lookahead.hf.paths import make_target
+from lookahead.hf.model import HFModel
 
 from ..plots import COLOURS, label, new_figure
 from .committed import Head
@@ -52,9 +50,9 @@ def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
     Packed weights have no transformers path, so they are loaded in float32.
     """
     model = study.model
-    if not isinstance(model.model, Module):
+    if not isinstance(model.model, HFModel):
         model = load_model(study.model_path, dtype="float32")
-    without = make_target(model.model, path="transformers")
+    without = model.model.make_target("transformers")
     methods = [
         OnTarget(Lookahead(15, 5, 15), name, target)
         for name, target in ((WITH, model.target), (WITHOUT, without))

@@ -6,12 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch.nn import Module
-
 from lookahead.bench.methods import PLAIN
 from lookahead.bench.record import Record
 from lookahead.bench.report import LEGEND, Line, Summary, number, summarise
 from lookahead.bench.workloads import Prompt
+from lookahead.hf.model import HFModel
 
 from ..datasets import SOURCES, find_file, load_workload
 from ..plots import COLOURS, label, new_figure
@@ -72,7 +71,7 @@ def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
     """
     present = [name for name in SOURCES if find_file(name, study.data) is not None] or ["stdlib"]
     methods = [METHOD, "adaptive"]
-    if isinstance(study.model.model, Module):
+    if isinstance(study.model.model, HFModel):
         methods = ["hf-greedy", "hf-prompt-lookup", *methods]
     options = replace(study.options, warm=False)
     return study.run(methods, prompts_of(study, study.workloads or present), options), {}

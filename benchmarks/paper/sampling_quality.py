@@ -109,7 +109,7 @@ def exact_distribution(
                 continue
             ids = torch.tensor([[*prompt, *cell]], device=model.model.device)
             with torch.no_grad():
-                row = model.model(input_ids=ids, use_cache=False).logits[0, -1].double()
+                row = model.model.module(input_ids=ids, use_cache=False).logits[0, -1].double()
             values, tokens = (row / heat).topk(options.top_k)
             for p, token in zip(values.softmax(-1).tolist(), tokens.tolist(), strict=True):
                 grown[(*cell, token)] = chance * p
@@ -248,7 +248,9 @@ def _plain_draws(
     counts: Counter[Cell] = Counter()
     while sum(counts.values()) < draws:
         config.num_return_sequences = min(200, draws - sum(counts.values()))
-        texts = model.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        texts = model.model.module.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=config
+        )
         for text in texts[:, len(prompt) :].tolist():
             end = next((i + 1 for i, token in enumerate(text) if token in model.eos), len(text))
             counts[tuple(text[:end])] += 1

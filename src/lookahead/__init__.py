@@ -17,12 +17,11 @@ from .core import LookaheadError, NumericalError, OutOfMemory, Result, SettingsE
 from .drafters import Adaptive, Jacobi, Lookahead, NGramPool, Plain, PromptLookup, as_drafter
 
 if TYPE_CHECKING:
-    from .checkpoints import BUNDLED, default_model
     from .drafters.adaptive.state import AdaptiveState
     from .hf.custom_generate import generate
     from .hf.sampling import as_torch
     from .llm import LLM
-    from .loading import load, refresh
+    from .loading import BUNDLED, default_model, load, refresh
     from .options import Options
 
 __version__ = "0.1.0"
@@ -54,12 +53,12 @@ __all__ = [
 ]
 #: The module of each name that is imported on first use.
 MODULES = {
-    "BUNDLED": "checkpoints",
+    "BUNDLED": "loading",
     "LLM": "llm",
     "AdaptiveState": "drafters.adaptive.state",
     "Options": "options",
     "as_torch": "hf.sampling",
-    "default_model": "checkpoints",
+    "default_model": "loading",
     "generate": "hf.custom_generate",
     "load": "loading",
     "refresh": "loading",

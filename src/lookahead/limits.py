@@ -32,7 +32,6 @@ class Limits:
     """Properties of a model that every target needs.
 
     Attributes:
-        config: the text config.
         vocabulary: V, the columns of the logits.
         max_positions: positions that the model was trained for; ``NO_LIMIT`` without a limit.
         rope_type, rope_boundary: the type of rotary positions whose frequencies depend on the sequence length, and
@@ -42,8 +41,7 @@ class Limits:
     rope_type: str = ""
     rope_boundary: int = NO_LIMIT
 
-    def __init__(self, config: Any, vocabulary: int, max_positions: int) -> None:
-        self.config = config
+    def __init__(self, vocabulary: int, max_positions: int) -> None:
         self.vocabulary = vocabulary
         self.max_positions = max_positions
 

@@ -16,15 +16,11 @@ from secrets import randbits
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from .admission import Admission
 from .core import UNLIMITED_ROWS, Choose, Engine, Request, Result, SettingsError, Target, Update
 from .core.prefix_cache import with_prefixes
 from .drafters import Adaptive, Lookahead, as_drafter
-from .hf.fingerprint import fingerprint, refreshes
-from .hf.model_lock import turn
-from .hf.paths import make_target, probe
-from .limits import positions_of
-from .model import OwnModel
+from .drafters.prepare import Preparation
+from .model import Model
 from .option import refuse_unknown
 from .options import BatchKeywords, BatchOptions, Keywords, Options, Process
 from .text.decoder import TextDecoder, split_stops
@@ -41,15 +37,15 @@ if TYPE_CHECKING:
 Updates = Generator[Update, None, None]
 
 
-def chooser_of(model: Any) -> Callable[..., tuple[Choose, SeededNoise | None]]:
-    """``make_choose`` for the rows of a model: tensors of a transformers model, arrays of any other."""
-    if model is None or isinstance(model, OwnModel):
-        from .sampling import choose as of_arrays
+def chooser_of(model: Model | None) -> Callable[..., tuple[Choose, SeededNoise | None]]:
+    """``make_choose`` for the rows of a model: of tensors, or of arrays. None stands for a target without a model."""
+    if model is not None and model.gives_tensors:
+        from .hf import sampling as of_tensors
 
-        return of_arrays.make_choose
-    from .hf import sampling as of_tensors
+        return of_tensors.make_choose
+    from .sampling import choose as of_arrays
 
-    return of_tensors.make_choose
+    return of_arrays.make_choose
 
 
 class Stream:
@@ -89,7 +85,7 @@ class LLM:
     """A model, its tokenizer and its default drafter; returned by ``lookahead.load``.
 
     Args:
-        model: a transformers causal language model in eval mode, a ``PackedModel`` or a ``LlamaCppModel``.
+        model: a ``lookahead.model.Model``, or a transformers causal language model in eval mode.
         tokenizer: None if there is none; prompts must then be token ids.
         drafter: the default drafter of calls: anything that ``as_drafter`` accepts; None for ``Adaptive()``.
         exact: allow only paths on which drafting leaves the logits bit-identical.
@@ -98,7 +94,7 @@ class LLM:
         prefix_cache: number of finished sequences whose keys and values are kept for prompts with the same prefix.
 
     Attributes:
-        probe: the result of ``lookahead.hf.paths.probe``.
+        model: the ``lookahead.model.Model``; the transformers model of an ``HFModel`` is its ``module``.
         rank_group: the ranks that evaluate together (``lookahead.parallel``); None for this process alone.
 
     Raises:
@@ -116,21 +112,25 @@ class LLM:
         tokenizer_error: str = "none was given",
         prefix_cache: int = 0,
     ) -> None:
-        self.model = model
+        if not isinstance(model, Model):
+            from .hf.model import HFModel  # imports torch
+
+            model = HFModel(model)
+        self.model: Model = model
         self.tokenizer = tokenizer
         self.tokenizer_error = tokenizer_error
         self.rank_group: RankGroup | None = None
-        self.name = name or type(model).__name__
+        self.name = name or self.model.description.partition(",")[0]
         self.drafter = as_drafter(drafter)
-        with turn(model):
-            self.probe = probe(model)
         self.exact = exact
         self._prefix_cache = prefix_cache
         self._lent = Lock()
-        #: The target of the last call's engine, for the next call, and the model's fingerprint at that time.
+        #: The target of the last call's engine, for the next call, and the model's version at that time.
         self._kept: tuple[Target, Any] | None = None
-        if exact:
-            self.target()
+        with self.model.lock():
+            _ = self.model.probe  # rejects a model that cannot be used
+            if exact:
+                self.target()
 
     def __repr__(self) -> str:
         return f"LLM({self.name!r}, {self.dtype}, {self.model.device}, {self.drafter})"
@@ -138,38 +138,28 @@ class LLM:
     @property
     def dtype(self) -> str:
         """The dtype of the weights, such as "float32", or the types of packed weights, such as "Q4_K + Q6_K"."""
-        if isinstance(self.model, OwnModel):
-            return self.model.weights
-        return str(self.model.dtype).removeprefix("torch.")
+        return self.model.weights
 
     @property
     def parameter_count(self) -> int:
         """The number of parameters; tied weights count once."""
-        if isinstance(self.model, OwnModel):
-            return self.model.parameter_count
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return self.model.parameter_count
 
     @property
     def vocabulary(self) -> int:
         """V, the vocabulary size."""
-        return int(self._text_config.vocab_size)
+        return self.model.shape.vocabulary
 
     @property
     def context(self) -> int | None:
         """The context length in tokens, including the prompt; None if the model has no limit."""
-        return positions_of(self._text_config)
-
-    @property
-    def _text_config(self) -> Any:
-        return self.model.config.get_text_config(decoder=True)
+        return self.model.context
 
     @property
     def eos(self) -> frozenset[int]:
-        """The end tokens: those of the generation config, or else the tokenizer's."""
-        given = getattr(self.model.generation_config, "eos_token_id", None)
-        if given is None:
-            given = getattr(self.tokenizer, "eos_token_id", None)
-        return frozenset([given] if isinstance(given, int) else given or ())
+        """The end tokens: the model's, or else the tokenizer's."""
+        given = getattr(self.tokenizer, "eos_token_id", None)
+        return self.model.eos or (frozenset() if given is None else frozenset([given]))
 
     @property
     def path(self) -> str:
@@ -177,13 +167,13 @@ class LLM:
         return self.target().path
 
     def target(self, path: str = "auto") -> Target:
-        """A new target for this model; see ``lookahead.hf.paths.make_target``, which raises SettingsError."""
+        """A new target for this model; see ``Model.make_target``, which raises SettingsError."""
         if self.rank_group is not None and path == "auto":
             from .parallel import ParallelTarget
 
             return ParallelTarget(self.rank_group)
-        with turn(self.model):
-            return make_target(self.model, path=path, exact=self.exact)
+        with self.model.lock():
+            return self.model.make_target(path, self.exact)
 
     def engine(
         self,
@@ -204,16 +194,18 @@ class LLM:
                 curve (``CostCurve.budget``), but at least 64.
             **options: other keywords of ``Engine``.
         """
-        if self.probe.facts is None or self.exact:  # a chunk of a prompt is evaluated as a tree
-            prompt_rows = UNLIMITED_ROWS
-        admission = Admission(self.model, self.probe, self.target, limits_rows=row_budget is None)
-        return Engine(
-            lambda: with_prefixes(self.target(), prefix_cache),
-            admit=admission,
-            prompt_rows=prompt_rows,
-            row_budget=admission.row_budget if row_budget is None else row_budget,
-            **options,
-        )
+        with self.model.lock():
+            probe = self.model.probe
+            if probe.mode != "tree" or self.exact:  # a chunk of a prompt is evaluated as a tree
+                prompt_rows = UNLIMITED_ROWS
+            prepare = Preparation(self.model, probe.drafts, self.target, limits_rows=row_budget is None)
+            return Engine(
+                lambda: with_prefixes(self.target(), prefix_cache),
+                prepare=prepare,
+                prompt_rows=prompt_rows,
+                row_budget=prepare.row_budget if row_budget is None else row_budget,
+                **options,
+            )
 
     @contextmanager
     def _lend(self, max_sequences: int) -> Iterator[Engine]:
@@ -223,20 +215,19 @@ class LLM:
                 yield engine
             return
         try:
-            with turn(self.model):
-                state = fingerprint(self.model), refreshes(self.model)
-            kept = self._kept
-            self._kept = None
-            engine = self.engine(
-                target=kept[0] if kept is not None and kept[1] == state else None,
-                max_sequences=max_sequences,
-                prefix_cache=self._prefix_cache,
-            )
+            kept, self._kept = self._kept, None
+            with self.model.lock():
+                version = self.model.version
+                engine = self.engine(
+                    target=kept[0] if kept is not None and kept[1] == version else None,
+                    max_sequences=max_sequences,
+                    prefix_cache=self._prefix_cache,
+                )
             try:
                 yield engine
             finally:
                 target = engine.close()
-                self._kept = (target, state) if target is not None else None
+                self._kept = (target, version) if target is not None else None
         finally:
             self._lent.release()
 
@@ -401,7 +392,7 @@ class LLM:
                 request.tag = index
                 engine.add(request)
             while engine.busy:
-                with turn(self.model, engine.target):
+                with self.model.lock(engine.target):
                     updates = engine.step()
                 if self.rank_group is not None and self.rank_group.error is not None:
                     raise self.rank_group.error  # no later prompt could be decoded
@@ -424,8 +415,8 @@ class LLM:
 
         if settings is None and isinstance(self.drafter, Adaptive):
             settings = self.drafter
-        text = self._text_config
-        scope = f"{text.model_type} {text.hidden_size} x {text.num_hidden_layers}, {self.vocabulary} tokens"
+        shape = self.model.shape
+        scope = f"{shape.family} {shape.hidden} x {shape.layers}, {shape.vocabulary} tokens"
         if file is not None and os.path.exists(file):
             return AdaptiveState.load(os.fspath(file), settings, scope)
         return AdaptiveState(settings, scope)
@@ -456,11 +447,11 @@ class LLM:
         """
         from .drafters.adaptive.cost import MEASUREMENTS, load_curve, save_curve
         from .drafters.adaptive.measure import measure
-        from .drafters.adaptive.model_curves import cost_path, forget_curves, model_key, runs_on
+        from .drafters.adaptive.model_curves import curve_key, forget_curves
 
         Adaptive(rows=max(rows))  # rejects a number that is too large before anything is measured
         target = self.target()
-        measured = measure(target, rows, contexts, batches, repeats, inf, progress, runs_on(self.model))
+        measured = measure(target, rows, contexts, batches, repeats, inf, progress, self.model.runs_on)
         if not measured.has_rows:  # every row would seem to be free
             raise SettingsError(
                 "the rows must include a number above 1 whose steps fit in memory and in the model's vocabulary, got "
@@ -469,7 +460,7 @@ class LLM:
         if not measured.steady:
             return None
         # The costs of light heads stay as they were measured.
-        key = model_key(self.model, cost_path(target))
+        key = curve_key(self.model, target)
         try:
             saved = load_curve(key)
         except SettingsError:  # a damaged file, or one of another version, is replaced

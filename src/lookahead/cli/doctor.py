@@ -141,18 +141,18 @@ def _model(llm: LLM) -> dict[str, Any]:
     target = llm.target()
     return {
         "name": llm.name,
-        "class": type(llm.model).__name__,
+        "class": llm.model.description.partition(",")[0],
         "parameters": llm.parameter_count,
         "dtype": llm.dtype,
-        "device": str(llm.model.device),
-        "attention": getattr(llm.model.config, "_attn_implementation", "compiled"),
+        "device": llm.model.device,
+        "attention": llm.model.attention,
         "context": llm.context,
         "vocabulary": llm.vocabulary,
         "end_tokens": sorted(llm.eos),
         "tokenizer": type(llm.tokenizer).__name__ if llm.tokenizer is not None else llm.tokenizer_error,
         "chat_template": has_chat_template(llm.tokenizer),
-        "probe": llm.probe.mode,
-        "probe_reason": llm.probe.reason,
+        "probe": llm.model.probe.mode,
+        "probe_reason": llm.model.probe.reason,
         "path": target.path,
         "path_reason": target.reason,
         "promise": target.promise,
@@ -165,7 +165,7 @@ def _base_table(llm: LLM) -> str:
     """The table that the adaptive drafter uses, or how to get one, after the reasons why others cannot be used."""
     from ..drafters.adaptive.base_files import read_tables
 
-    tables, reasons = read_tables(llm.model.config, llm.vocabulary)
+    tables, reasons = read_tables(llm.model.shape.name, llm.vocabulary)
     if not tables:
         return "; ".join([*reasons, "none; lookahead learn makes one"])
     used = f"{tables[0].path}, from {tables[0].learned:,} tokens"

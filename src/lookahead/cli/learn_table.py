@@ -65,7 +65,7 @@ def learn(
             f"interrupted; {learner.folder.tokens:,} tokens are kept, and another run continues"
         ) from None
     # Report.
-    used = base_table_of(llm.model.config, llm.vocabulary)
+    used = base_table_of(llm.model.shape.name, llm.vocabulary)
     if output is None and used is not None and used.path != table.path:
         note(
             f"the table {used.path}, from {used.learned:,} tokens, stays in use until this one is from more; "

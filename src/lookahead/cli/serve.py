@@ -30,7 +30,7 @@ def serve(
 
     The server needs extra packages: run pip install '.[serve]' in the project's folder.
     """
-    from ..checkpoints import quiet
+    from ..hf.load import quiet
 
     try:
         from ..server.app import serve as serve_http

@@ -31,7 +31,7 @@ def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
     """
     if load.parallel_timeout is not None and ranks() == 1:
         raise SettingsError("--parallel-timeout only applies under torchrun; omit it otherwise")
-    from ..checkpoints import quiet
+    from ..hf.load import quiet
     from ..loading import load_with
 
     quiet()

@@ -45,9 +45,9 @@ def tune(
     if repeats < 1:
         raise SettingsError(f"--repeats must be at least 1, got {repeats}")
     llm = load_model(load)
-    if not llm.probe.drafts:
+    if not llm.model.probe.drafts:
         raise SettingsError(
-            f"this model decodes one row at a time, so there is nothing to tune: {llm.probe.reason}"
+            f"this model decodes one row at a time, so there is nothing to tune: {llm.model.probe.reason}"
         )
 
     # Measure, and keep every point for the report.

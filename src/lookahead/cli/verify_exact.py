@@ -82,10 +82,10 @@ def verify(
     report = {
         "model": llm.name,
         "dtype": llm.dtype,
-        "device": str(llm.model.device),
+        "device": llm.model.device,
         "drafter": str(llm.drafter),
         "reference": reference,
-        "probe": llm.probe.mode,
+        "probe": llm.model.probe.mode,
         "path": target.path,
         "promise": target.promise,
         "bit_equal_rows": [same, rows],
@@ -98,8 +98,8 @@ def verify(
         typer.echo(as_line(report), nl=False)
     else:
         _show(prompts, report)
-        if not llm.probe.drafts:
-            note(llm.probe.reason, "yellow")
+        if not llm.model.probe.drafts:
+            note(llm.model.probe.reason, "yellow")
     raise typer.Exit(diverged(llm, [run["equal"] for run in runs], same_path=reference == "plain"))
 
 

@@ -11,11 +11,11 @@ A new method is one subclass of ``Drafter`` and one of ``DraftState``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from .target import Scores
+from .target import Scores, Target
 from .tree import TokenTree
 
 UNLIMITED_ROWS = 1 << 20
@@ -55,11 +55,6 @@ class Start:
         noise: the noise with which the sequence is sampled; None for greedy decoding. A drafter may rank candidates
             with it; the output does not depend on that.
         predicted: tokens that the caller expects to follow the prompt; empty for none.
-        cost_curve: the cost of this model's steps on this machine (``drafters.adaptive.cost.CostCurve``), for
-            drafters that choose the number of rows by cost; None if not measured.
-        head: a light head for this model (``drafters.adaptive.sources.light_head``); None for none.
-        base_table: next-token statistics of text that the model generated
-            (``drafters.adaptive.sources.base_table.BaseTable``), for drafters that use them; None for none.
     """
 
     prompt: Sequence[int]
@@ -68,9 +63,6 @@ class Start:
     vocabulary: int = 0
     noise: Noise | None = None
     predicted: Sequence[int] = ()
-    cost_curve: Any = None
-    head: Any = None
-    base_table: Any = None
 
     @property
     def text(self) -> list[int]:
@@ -156,17 +148,18 @@ class Drafter(ABC):
         """The number of rows in the largest step; None if the method adapts to any row limit."""
         return None
 
-    @property
-    def needs_base_table(self) -> bool:
-        """Whether ``start`` uses ``Start.base_table``. If so, the caller looks up the model's table."""
-        return False
+    def prepare(self, model: Any, target: Target, make_target: Callable[[], Target]) -> Drafter:
+        """The drafter for sequences of one model, with what it has to measure or load for that model.
 
-    @property
-    def needs_cost_curve(self) -> bool:
-        """Whether ``start`` uses ``Start.cost_curve``. If so, the caller measures it first."""
-        return False
+        Called when a sequence leaves the queue, so later calls for one model must be cheap. Most methods need nothing
+        and return themselves.
 
-    @property
-    def wanted_head(self) -> str | None:
-        """The path of the light head that ``start`` uses, or "auto"; None for none. The caller loads it first."""
-        return None
+        Args:
+            model: a ``lookahead.model.Model``.
+            target: the target that will evaluate the sequence; other sequences may use it.
+            make_target: makes another target, to measure steps.
+        """
+        return self
+
+    def precompile(self) -> None:  # noqa: B027
+        """Start to compile, in another process, what sequences on the CPU will need. Called while a model loads."""

@@ -33,11 +33,12 @@ from __future__ import annotations
 
 import warnings
 from collections import abc, deque
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from time import monotonic
 
-from .drafter import UNLIMITED_ROWS, DraftState
+from .drafter import UNLIMITED_ROWS, Drafter, DraftState
 from .errors import LookaheadError, NumericalError, OutOfMemory, SettingsError, failure
 from .sequence import Request, Sequence, Update
 from .stats import Stats, timed
@@ -112,7 +113,8 @@ class Engine:
         make_target: makes a target for this engine alone. Called now unless ``target`` is given, and again after a
             failed forward pass.
         target: the first target, such as one returned by an earlier engine's ``close``; None to make one.
-        admit: called with a request and the target when the request leaves the queue; returns the request to decode.
+        prepare: called with a request's drafter and the target when the request leaves the queue; returns the drafter
+            to use (``Drafter.prepare``).
         max_sequences: largest number of concurrent sequences; the others wait in order.
         prompt_rows: largest number of prompt rows in one forward pass. A longer prompt is evaluated in chunks
             (chunked prefill); passes over prompts and passes over trees then alternate.
@@ -133,7 +135,7 @@ class Engine:
         make_target: abc.Callable[[], Target],
         *,
         target: Target | None = None,
-        admit: abc.Callable[[Request, Target], Request] = lambda request, target: request,
+        prepare: abc.Callable[[Drafter, Target], Drafter] = lambda drafter, target: drafter,
         max_sequences: int = UNLIMITED_SEQUENCES,
         prompt_rows: int = UNLIMITED_ROWS,
         row_budget: int | abc.Callable[[int], int] = UNLIMITED_ROWS,
@@ -142,7 +144,7 @@ class Engine:
             if value < 1:
                 raise SettingsError(f"{name} must be at least 1, got {value}")
         self._make_target = make_target
-        self._admit_request = admit
+        self._prepare = prepare
         self.max_sequences = max_sequences
         self.prompt_rows = prompt_rows
         self.row_budget = row_budget
@@ -277,7 +279,8 @@ class Engine:
             with _ended_by_errors(sequence, "starting the request"):
                 if self.target is None:
                     self.target = self._make_target()
-                sequence.request = self._admit_request(sequence.request, self.target)
+                drafter = self._prepare(sequence.request.drafter, self.target)
+                sequence.request = replace(sequence.request, drafter=drafter)
                 sequence.stats.path = self.target.path
                 sequence.stats.promise = self.target.promise
                 self._prefilling.append(sequence)

@@ -59,7 +59,7 @@ class Request:
         finished: called with each emitted token; if it returns a string, the sequence ends with that finish reason.
         read_prompt: called with (scores, node, token) for every prompt token except the first; ``scores`` at ``node``
             predict ``token``.
-        noise, predicted, cost_curve, head, base_table: passed to the drafter; see ``core.drafter.Start``.
+        noise, predicted: passed to the drafter; see ``core.drafter.Start``.
         detokenizer: turns the emitted tokens into text; None for token ids only.
         seed: the sampling seed, copied to the result; None for greedy decoding.
         tag: any value of the caller's. ``LLM.run`` numbers its prompts with it.
@@ -74,9 +74,6 @@ class Request:
     read_prompt: abc.Callable[[Scores, int, int], None] | None = None
     noise: Noise | None = None
     predicted: abc.Sequence[int] = ()
-    cost_curve: Any = None
-    head: Any = None
-    base_table: Any = None
     detokenizer: Detokenizer | None = None
     seed: int | None = None
     tag: Any = None
@@ -203,9 +200,6 @@ class Sequence:
                 vocabulary,
                 request.noise,
                 request.predicted,
-                request.cost_curve,
-                request.head,
-                request.base_table,
             )
         )
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from .dense import Linear
 from .packed import PackedLinear
-
-if TYPE_CHECKING:
-    from .dense import Linear
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -92,7 +90,7 @@ class Blueprint:
     Attributes:
         name: the transformers class.
         dtype: dtype of the weights, "float32" or "bfloat16"; "float32" if they are packed. bf16 arrays are int16
-            (``dense.bits_of``).
+            (``dense``).
         vocabulary: V.
         hidden, inner: sizes of a row and of a row inside the feed-forward.
         heads, key_heads, head_size: H, K and D.

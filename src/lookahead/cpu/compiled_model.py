@@ -1,11 +1,11 @@
-"""A model's weights in the order that compiled code reads them, and its passes. ``compile_model`` makes both."""
+"""A model's weights in the order that compiled code reads them, and its passes."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import config as numba_config
@@ -15,6 +15,7 @@ from ..core.errors import Unsupported, summary
 from ..threads import thread_count
 from . import packed
 from .blueprint import NORMS, Blueprint, LayerParts, Norm
+from .dense import Linear, pack, packed_bytes
 from .execution_plan import (
     EVERYTHING,
     KEY_BLOCK,
@@ -32,12 +33,6 @@ from .kernels.forward_pass import pass_address
 from .kernels.packed_gemm import kernel_address
 from .kernels.thread_pool import thread_pool
 from .packed import GROUP, PackedLinear, decoder_address
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..hf.facts import ModelFacts
-    from .dense import Linear
 
 Array = np.ndarray[Any, np.dtype[Any]]
 #: Best tokens per row that every pass finds; as many as the adaptive drafter reads, even when sampling.
@@ -65,6 +60,7 @@ class CompiledModel:
         fmt: how products are computed; None for the best format on this processor.
 
     Attributes:
+        memory: the memory of all weights of linears.
         top: the number of best tokens that a pass finds for each row that is read.
         logits_strides: row strides, in bytes, of the logits (R, width), the peaks (R, width / 32) fp32, the best
             tokens (R, top) int32, and their log-odds against the best (R, top) fp32.
@@ -102,10 +98,12 @@ class CompiledModel:
         heads_size = blueprint.heads * blueprint.head_size
         # The layers. Outputs of a residual branch are scaled by the residual factor.
         a, b = blueprint.activation
-        memory: ArrayMemory | None = None
+        head = blueprint.head
+        memory: ArrayMemory | None = head.memory if isinstance(head, PackedLinear) else None
         for record, layer in zip(self._layers, blueprint.layers(), strict=True):
-            if memory is None and not isinstance(blueprint.head, PackedLinear):
-                memory = self._dense_memory(layer, blueprint.head)
+            if memory is None:
+                assert isinstance(head, Linear)
+                memory = self._dense_memory(layer, head)
             for name, linear in layer.linears.items():
                 factor = blueprint.residual_factor if name in ("output", "down") else 1.0
                 record[name] = self._linear(linear, memory, factor, a, b)
@@ -119,6 +117,8 @@ class CompiledModel:
             record["window"] = layer.window or EVERYTHING
             record["rotates"] = layer.rotary
             record["cap"] = layer.cap or 0.0
+        assert memory is not None
+        self.memory = memory
         # The final norm and the head. Outputs that pad the vocabulary are never the best token.
         plan["final_norm"] = self._norm(blueprint.final_norm)
         plan["lm_head"] = self._linear(
@@ -177,8 +177,6 @@ class CompiledModel:
 
     def _dense_memory(self, layer: LayerParts, head: Linear) -> ArrayMemory:
         """Memory for all weights of an unpacked model, in which every layer needs as much as this one."""
-        from .dense import Linear, packed_bytes
-
         linears = [linear for linear in layer.linears.values() if isinstance(linear, Linear)]
         layer_bytes = sum(round_up(packed_bytes(linear, self.fmt), 64) for linear in linears)
         return ArrayMemory(self.blueprint.layer_count * layer_bytes + packed_bytes(head, self.fmt))
@@ -191,7 +189,7 @@ class CompiledModel:
     def _linear(
         self,
         linear: Linear | PackedLinear,
-        memory: ArrayMemory | None,
+        memory: ArrayMemory,
         factor: float,
         a: float = 0.0,
         b: float = 0.0,
@@ -220,9 +218,6 @@ class CompiledModel:
                 cap=cap,
             )
         # Other weights are copied into the order of the format.
-        assert memory is not None
-        from .dense import pack
-
         weights, bias, steps = pack(linear, self.fmt, memory, padding)
         groups, size = weights.shape
         return LinearRecord(
@@ -326,35 +321,6 @@ class CompiledModel:
         pool.run(self._job, state.address, state)
         state.owners = None
         self._idle.append(state)
-
-
-def compile_model(model: PreTrainedModel, facts: ModelFacts) -> CompiledModel:
-    """Copy a model's weights, and compile its pass or load it from disk. The caller checks the result.
-
-    Raises:
-        Unsupported: the model's own code must evaluate it; the message is the reason, in one line.
-    """
-    if model.device.type != "cpu":
-        raise Unsupported(f"compiled passes run on CPUs, the model is on {model.device}")
-    if str(model.dtype) not in ("torch.float32", "torch.bfloat16"):
-        raise Unsupported(f"compiled passes support float32 and bfloat16, the model is {model.dtype}")
-    settings: Any = getattr(model.config, "quantization_config", None)
-    method = (
-        settings.get("quant_method")
-        if isinstance(settings, dict)
-        else getattr(settings, "quant_method", None)
-    )
-    if method is not None and method != "gguf":  # weights from GGUF files are already dequantized
-        name = getattr(method, "value", method)  # an enum member or a string
-        raise Unsupported(
-            f"compiled passes need weights that are not quantized, the model is quantized by {name}"
-        )
-    if any(weight.device.type != "cpu" for weight in model.parameters()):
-        raise Unsupported("compiled passes need every layer on the CPU")
-    from ..hf.module_families import blueprint_of
-
-    blueprint = blueprint_of(model, facts)
-    return checked(lambda: CompiledModel(blueprint))
 
 
 def checked(make: Callable[[], CompiledModel]) -> CompiledModel:

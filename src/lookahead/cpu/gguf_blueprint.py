@@ -1,30 +1,31 @@
-"""The parts of a model from a GGUF file, without a transformers module; its weights stay packed.
+"""The parts of a model from a GGUF file.
 
-The file's blocks are copied once into the order of the kernel (``packed``), with as many threads as torch uses; then
-the file's pages are released. Tensors of types that the kernel does not support are decoded to bf16.
+Quantized blocks stay packed: they are copied once into the order of the kernel (``packed``), in threads. Tensors of
+types that the kernel does not support are decoded to bf16. Of a file of F32 or BF16 matrices, the linears are plain
+arrays (``dense``), as of a transformers model of that dtype. Then the file's pages are released.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from ..core.errors import Unsupported
 from ..gguf.families import FREQUENCY_FACTORS
 from ..gguf.file import GGUFFile
-from ..gguf.settings import GGUFSettings, read_settings
+from ..gguf.settings import read_settings
 from ..threads import thread_count
+from . import dense
 from .blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, head_norm_of
+from .dense import Linear, bf16_bits, floats
 from .kernels import formats
 from .kernels.formats import ArrayMemory, round_up
 from .packed import GROUP, KIND_INDEX, KINDS, PANEL, Kind, PackedLinear, pack_panels
-
-if TYPE_CHECKING:
-    from .dense import Linear
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -46,31 +47,53 @@ class _Rows:
     order: Array
 
 
-class _Reader:
-    """Reads the parts of a file. Packing runs in threads; ``finish`` waits for them.
+class FileReader:
+    """Reads the parts of a file. Packing runs in threads, which end with the ``with`` block.
+
+    The model must be compiled in the block. If it raises nothing, the file is checked for changes. Its pages are
+    released in any case.
 
     Args:
         file: the file, mapped into memory.
-        settings: its settings.
 
     Attributes:
+        settings: its settings.
+        dtype: the dtype of plain matrices, "float32" or "bfloat16"; "" if weights are packed.
         decoded: bytes of the tensors decoded to bf16, by type.
+
+    Raises:
+        Unsupported: the compiled path does not support the file; the message is the reason, in one line.
     """
 
-    def __init__(self, file: GGUFFile, settings: GGUFSettings) -> None:
+    def __init__(self, file: GGUFFile) -> None:
         self.file = file
-        self.settings = settings
+        self.settings = settings = read_settings(file)
         self.names = settings.names
+        types = file.matrix_types
+        if "F64" in types:
+            raise Unsupported("the compiled path does not support F64")
+        self.dtype = "float32" if types == {"F32"} else "bfloat16" if types <= {"F32", "BF16"} else ""
         order = formats.paired(settings.head_size, settings.rotary_size)
         # Rows permuted by the converter are already in the packed order.
         self.order = np.arange(settings.head_size) if self.names.permuted else order
+        self.norm_offset = 1.0 if self.names.scaled_embedding else 0.0  # Gemma
         self.decoded: dict[str, int] = {}
         self._sources: dict[str, _Source] = {}
-        weights = [name for name, tensor in file.tensors.items() if len(tensor.shape) == 2]
+        weights = [name for name, tensor in file.tensors.items() if len(tensor.shape) == 2 and not self.dtype]
         # Each linear that contains outputs of a tensor may pad it by up to a group.
         self.memory = ArrayMemory(sum(self._packed_size(name) for name in weights))
         self._packing = ThreadPoolExecutor(thread_count(), "lookahead-pack")
         self._jobs: list[Any] = []
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._packing.shutdown(cancel_futures=True)
+        self._sources.clear()
+        if kind is None:
+            self.file.check_unchanged()
+        self.file.release()
 
     def _packed_size(self, name: str) -> int:
         source = self.source(name)
@@ -87,17 +110,11 @@ class _Reader:
             outputs, inner = tensor.shape
             kind = KIND_INDEX.get(tensor.type)
             if kind is None:
-                raw = self._as_bf16(name, raw, (outputs, inner))
+                raw = bf16_bits(self._decoded(name, raw, (outputs, inner))).view(np.uint8)
                 kind = KIND_INDEX["BF16"]
                 self.decoded[tensor.type] = self.decoded.get(tensor.type, 0) + 2 * outputs * inner
             self._sources[name] = _Source(raw.reshape(outputs, -1), KINDS[kind], inner)
         return self._sources[name]
-
-    def _as_bf16(self, name: str, raw: Array, shape: tuple[int, ...]) -> Array:
-        values = self._decoded(name, raw, shape)
-        bits = values.view(np.uint32)
-        nearest = bits + (0x7FFF + (bits >> 16 & 1)).astype(np.uint32)  # ties to even
-        return (nearest >> 16).astype(np.uint16).view(np.uint8)
 
     def _decoded(self, name: str, raw: Array, shape: tuple[int, ...]) -> Array:
         kind = self.file.tensors[name].type
@@ -122,17 +139,43 @@ class _Reader:
         """A tensor, decoded to fp32."""
         return self._decoded(name, self.file.bytes(name), self.file.tensors[name].shape)
 
+    def rounded(self, name: str, offset: float = 0.0) -> Array:
+        """A norm or a bias, fp32. In a bf16 model, it is rounded to bf16, as transformers stores it.
+
+        Args:
+            offset: what the file's converter has added to the numbers, and the model adds itself.
+        """
+        values = self.fp32(name)
+        if self.dtype != "bfloat16":
+            return values
+        own = floats(bf16_bits(values - np.float32(offset)))
+        return own + np.float32(offset)
+
+    def numbers(self, name: str) -> Array:
+        """A plain tensor in the dtype of the model: fp32, or bf16 as int16. It may share the file's memory."""
+        tensor = self.file.tensors[name]
+        raw = self.file.bytes(name)
+        if tensor.type == "BF16":
+            return raw.view("<i2").reshape(tensor.shape)
+        values = raw.view("<f4").reshape(tensor.shape)
+        return bf16_bits(values) if self.dtype == "bfloat16" else values
+
     def name(self, part: str, layer: int | None = None) -> str:
         """The name of a part's tensor, without its ending."""
         return self.names.tensors[part].format(layer=layer)
 
-    def linear(self, panels: Sequence[_Rows], biases: Sequence[Array]) -> PackedLinear:
-        """Pack outputs of one or more tensors into a linear.
+    def linear(self, panels: Sequence[_Rows], biases: Sequence[Array]) -> Linear | PackedLinear:
+        """Join outputs of one or more tensors into a linear, and pack them unless they are plain.
 
         Args:
-            panels: the outputs of each tensor, a multiple of ``PANEL``.
+            panels: the outputs of each tensor, a multiple of ``PANEL``; padding, if any, comes last.
             biases: the biases of all outputs of each tensor.
         """
+        if self.dtype:
+            orders = [rows.order[rows.order >= 0] for rows in panels]
+            weights = [self.numbers(rows.name)[order] for rows, order in zip(panels, orders, strict=True)]
+            joined = [values[order] for values, order in zip(biases, orders, strict=True)]
+            return Linear(np.concatenate(weights), np.concatenate(joined).astype(np.float32))
         table = []
         bias = []
         inner = 0
@@ -146,20 +189,22 @@ class _Reader:
             )
             table.append(entries)
             bias.append(np.where(rows.order >= 0, values[np.maximum(rows.order, 0)], 0))
-        joined = np.ascontiguousarray(np.concatenate(table).reshape(-1, 2, 2))
-        return PackedLinear(joined, np.concatenate(bias).astype(np.float32), inner, self.memory)
+        pairs = np.ascontiguousarray(np.concatenate(table).reshape(-1, 2, 2))
+        return PackedLinear(pairs, np.concatenate(bias).astype(np.float32), inner, self.memory)
 
     def bias(self, name: str) -> Array:
         """The bias of a linear; zeros if it has none."""
         outputs = self.file.tensors[f"{name}.weight"].shape[0]
-        return self.fp32(f"{name}.bias") if f"{name}.bias" in self.file.tensors else np.zeros(outputs)
+        return self.rounded(f"{name}.bias") if f"{name}.bias" in self.file.tensors else np.zeros(outputs)
 
-    def whole(self, name: str) -> PackedLinear:
+    def whole(self, name: str) -> Linear | PackedLinear:
         """A linear that is a single tensor, its outputs in the order of the file."""
+        if self.dtype:
+            return Linear(self.numbers(f"{name}.weight"), self.bias(name).astype(np.float32))
         outputs = self.file.tensors[f"{name}.weight"].shape[0]
         return self.linear([_Rows(f"{name}.weight", filled(np.arange(outputs), GROUP))], [self.bias(name)])
 
-    def query_key_value(self, layer: int) -> PackedLinear:
+    def query_key_value(self, layer: int) -> Linear | PackedLinear:
         """Queries, keys and values as a single linear in which the rotary pairs of a head are adjacent.
 
         Raises:
@@ -184,7 +229,7 @@ class _Reader:
         parts = [("query", heads, True), ("key", key_heads, True), ("value", key_heads, False)]
         names = [self.name(part, layer) for part, _, _ in parts]
         rows_of = [order(0, count, rotates) for _, count, rotates in parts]
-        if any(len(rows) % PANEL for rows in rows_of):
+        if any(len(rows) % PANEL for rows in rows_of) and not self.dtype:
             raise Unsupported(
                 f"queries and keys must have a multiple of {PANEL} outputs, got heads of {size}"
             )
@@ -195,19 +240,24 @@ class _Reader:
             [self.bias(name) for name in names],
         )
 
-    def gate_and_up(self, layer: int) -> tuple[PackedLinear, bool]:
+    def gate_and_up(self, layer: int) -> tuple[Linear | PackedLinear, bool]:
         """The first linear of the feed-forward, and whether it has gates (``LayerParts.gated``)."""
         inner = self.settings.inner
         if "gate" not in self.names.tensors and "gate_up" not in self.names.tensors:
             return self.whole(self.name("up", layer)), False
+        if self.dtype:
+            names = ("gate_up",) if "gate_up" in self.names.tensors else ("gate", "up")
+            parts: list[Any] = [self.whole(self.name(name, layer)) for name in names]
+            both = parts if len(parts) == 2 else dense.split(parts[0], inner, inner)
+            return dense.gate_and_up(*both), True
         halves = filled(np.arange(inner), PANEL).reshape(-1, PANEL)
         if "gate_up" in self.names.tensors:
             name = self.name("gate_up", layer)
             ups = np.where(halves >= 0, halves + inner, -1)
-            both = np.stack([halves, ups], 1).reshape(-1)
-            return self.linear([_Rows(f"{name}.weight", both)], [self.bias(name)]), True
+            order = np.stack([halves, ups], 1).reshape(-1)
+            return self.linear([_Rows(f"{name}.weight", order)], [self.bias(name)]), True
         gate, up = self.name("gate", layer), self.name("up", layer)
-        linear = self.linear(
+        linear: Any = self.linear(
             [_Rows(f"{name}.weight", halves.reshape(-1)) for name in (gate, up)],
             [self.bias(gate), self.bias(up)],
         )
@@ -221,9 +271,9 @@ class _Reader:
         if part not in self.names.tensors:
             return Norm.none(self.settings.hidden)
         name = self.name(part, layer)
-        weight = self.fp32(f"{name}.weight")
+        weight = self.rounded(f"{name}.weight", self.norm_offset)
         has_bias = f"{name}.bias" in self.file.tensors
-        bias = self.fp32(f"{name}.bias") if has_bias else np.zeros_like(weight)
+        bias = self.rounded(f"{name}.bias") if has_bias else np.zeros_like(weight)
         return Norm(weight, bias, self.settings.epsilon, self.names.norm_kind)
 
     def head_norm(self, layer: int) -> tuple[Norm | None, bool]:
@@ -232,11 +282,24 @@ class _Reader:
         if "query_norm" not in self.names.tensors:
             return None, False
         parts = (("query_norm", settings.heads), ("key_norm", settings.key_heads))
-        weights = [(self.fp32(f"{self.name(part, layer)}.weight"), heads) for part, heads in parts]
+        weights = [
+            (self.rounded(f"{self.name(part, layer)}.weight", self.norm_offset), heads)
+            for part, heads in parts
+        ]
         return head_norm_of(weights, self.order, settings.epsilon)
 
-    def layers(self) -> Iterable[LayerParts]:
-        """The layers, in order."""
+    def layers(self) -> Iterator[LayerParts]:
+        """The layers, in order.
+
+        Raises:
+            Unsupported: a tensor is missing.
+        """
+        try:
+            yield from self._layers()
+        except KeyError as error:
+            raise missing(error) from None
+
+    def _layers(self) -> Iterator[LayerParts]:
         settings = self.settings
         for index in range(settings.layer_count):
             up, gated = self.gate_and_up(index)
@@ -281,20 +344,64 @@ class _Reader:
 
         return angles
 
-    def finish(self) -> None:
-        """Wait until everything is packed, then release the file's pages."""
+    def blueprint(self) -> Blueprint:
+        """The parts of the model. Weights that stay packed are complete when this returns.
+
+        Raises:
+            Unsupported: the compiled path does not support the file.
+        """
+        try:
+            return self._blueprint()
+        except KeyError as error:
+            raise missing(error) from None
+
+    def _blueprint(self) -> Blueprint:
+        settings = self.settings
+        layers = self.layers
+        if not self.dtype:  # pack all of them at once
+            packed = list(layers())
+            layers = partial(iter, packed)
+        head: Any = self.whole("token_embd" if settings.tied else self.name("head"))
+        if self.dtype:  # it is read after the file is released, for light heads
+            head = Linear(head.weight.copy(), head.bias)
+        embedding = head.weight if self.dtype else head
+        if not settings.tied:
+            name = self.name("embedding")
+            embedding = self.numbers(f"{name}.weight").copy() if self.dtype else self.whole(name)
+        positions = None
+        if "positions" in settings.names.tensors:
+            read = self.numbers if self.dtype else self.fp32
+            positions = read(f"{self.name('positions')}.weight").copy()
         for job in self._jobs:
             job.result()
-        self._packing.shutdown()
-        self._sources.clear()
-        self.file.check_unchanged()
-        self.file.release()
+        return Blueprint(
+            name=settings.names.model_class,
+            dtype=self.dtype or "float32",
+            vocabulary=settings.vocabulary,
+            hidden=settings.hidden,
+            heads=settings.heads,
+            key_heads=settings.key_heads,
+            head_size=settings.head_size,
+            inner=settings.inner,
+            activation=ACTIVATIONS[settings.names.activation],
+            embedding=embedding,
+            layer_count=settings.layer_count,
+            layers=layers,
+            final_norm=self.norm("norm"),
+            head=head,
+            embedding_factor=settings.embedding_factor,
+            position_embedding=positions,
+            head_factor=settings.head_factor,
+            head_cap=settings.head_cap,
+            residual_factor=settings.residual_factor,
+            rotary_size=settings.rotary_size if settings.tables else 0,
+            angles=self.angles(),
+        )
 
-    def abandon(self) -> None:
-        """Cancel the packing, because another reader will load the file."""
-        self._packing.shutdown(cancel_futures=True)
-        self._sources.clear()
-        self.file.release()
+
+def missing(error: KeyError) -> Unsupported:
+    """The error for a tensor that the file does not have."""
+    return Unsupported(f"the file must have the tensor {error}, and does not")
 
 
 def filled(order: Array, multiple: int) -> Array:
@@ -308,55 +415,3 @@ def new_panels(memory: ArrayMemory, kind: Kind, count: int, inner: int) -> tuple
     panels = memory.take(count * size).reshape(count, size)
     addresses = panels.ctypes.data + size * np.arange(count)
     return panels, np.stack([addresses, np.full(count, KIND_INDEX[kind.name])], -1)
-
-
-def blueprint_of_file(file: GGUFFile) -> tuple[Blueprint, GGUFSettings, dict[str, int]]:
-    """The packed parts of a file, its settings, and the bytes of the tensors decoded to bf16, by type.
-
-    Raises:
-        Unsupported: transformers' reader must load the file; the message is the reason, in one line.
-    """
-    reader = None
-    try:
-        # Read the layers, the head and the embedding, which tied models share. Their weights are packed in threads.
-        settings = read_settings(file)
-        reader = _Reader(file, settings)
-        layers = list(reader.layers())
-        head = reader.whole("token_embd" if settings.tied else reader.name("head"))
-        embedding = head if settings.tied else reader.whole(reader.name("embedding"))
-        positions = None
-        if "positions" in settings.names.tensors:
-            positions = reader.fp32(f"{reader.name('positions')}.weight")
-        # Assemble the parts while the threads pack.
-        blueprint = Blueprint(
-            name=settings.names.model_class,
-            dtype="float32",
-            vocabulary=settings.vocabulary,
-            hidden=settings.hidden,
-            heads=settings.heads,
-            key_heads=settings.key_heads,
-            head_size=settings.head_size,
-            inner=settings.inner,
-            activation=ACTIVATIONS[settings.names.activation],
-            embedding=embedding,
-            layer_count=settings.layer_count,
-            layers=lambda: iter(layers),
-            final_norm=reader.norm("norm"),
-            head=head,
-            embedding_factor=settings.embedding_factor,
-            position_embedding=positions,
-            head_factor=settings.head_factor,
-            head_cap=settings.head_cap,
-            residual_factor=settings.residual_factor,
-            rotary_size=settings.rotary_size if settings.tables else 0,
-            angles=reader.angles(),
-        )
-        reader.finish()
-    except (KeyError, Unsupported) as error:
-        # transformers' reader will load the file instead.
-        if reader is not None:
-            reader.abandon()
-        if isinstance(error, KeyError):
-            raise Unsupported(f"the file must have the tensor {error}, and does not") from None
-        raise
-    return blueprint, settings, reader.decoded

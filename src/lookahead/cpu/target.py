@@ -21,7 +21,7 @@ from .compiled_model import CompiledModel
 from .execution_plan import KVCache, Segment
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 Array = np.ndarray[Any, np.dtype[Any]]
 #: Rows of a prompt that are evaluated together.
@@ -255,12 +255,9 @@ class CpuTarget(StoredTarget):
             buffers.release(self._memory)
         self._last = self._memory = None
 
-    def read(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """Copies of the slot's keys and values, per layer, each (1, K, T, D)."""
-        from .dense import tensor_of
-
-        layers = self.compiled.read(self.cache, slot, self.lengths[slot])
-        return [(tensor_of(keys), tensor_of(values)) for keys, values in layers]
+    def read(self, slot: int) -> list[tuple[Array, Array]]:
+        """Copies of the slot's keys and values, per layer, each (1, K, T, D); bf16 as int16."""
+        return self.compiled.read(self.cache, slot, self.lengths[slot])
 
     def release(self, slot: int) -> None:
         if slot < len(self.cache.storage):  # a prompt that did not fit in memory has no storage

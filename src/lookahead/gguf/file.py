@@ -80,6 +80,8 @@ NUMBERS = {
     12: "<f8",
 }
 STRING, ARRAY = 8, 9
+#: Types of numbers that are not quantized.
+PLAIN = frozenset(("F64", "F32", "F16", "BF16"))
 #: The first bytes of every file.
 MAGIC = b"GGUF"
 #: Maximum number of dimensions of a tensor in ggml.
@@ -98,6 +100,22 @@ class Tensor(NamedTuple):
     offset: int
     """The position of the first byte, from the beginning of the file."""
     nbytes: int
+
+
+def open_model(path: Path) -> GGUFFile:
+    """Open a file that must contain a complete model.
+
+    Raises:
+        SettingsError: the file is damaged, or is one part of several.
+    """
+    file = GGUFFile(path)
+    parts = file.metadata.get("split.count", 1)
+    if isinstance(parts, int) and parts > 1:
+        raise SettingsError(
+            f"a GGUF model must be one file, and {path.name} is one of {parts} parts; "
+            "merge them with llama-gguf-split --merge"
+        )
+    return file
 
 
 class _Damaged(Exception):
@@ -139,6 +157,30 @@ class GGUFFile:
                 f"a GGUF file must be complete; {self.path} ({len(self._map):,} bytes) cannot be read ({error}); "
                 "copy or download it again"
             ) from None
+
+    @property
+    def matrix_types(self) -> set[str]:
+        """The types of the matrices."""
+        return {tensor.type for tensor in self.tensors.values() if len(tensor.shape) > 1}
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any matrix is quantized."""
+        return not self.matrix_types <= PLAIN
+
+    @property
+    def weights(self) -> str:
+        """The types of the matrices, those with the most bytes first, as in "Q4_K + Q6_K"."""
+        sizes = dict[str, int]()
+        for tensor in self.tensors.values():
+            if len(tensor.shape) > 1:
+                sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
+        return " + ".join(sorted(sizes, key=lambda kind: -sizes[kind]))
+
+    @property
+    def parameter_count(self) -> int:
+        """The number of weights."""
+        return sum(prod(tensor.shape) for tensor in self.tensors.values())
 
     def bytes(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The bytes of a tensor, (nbytes,), mapped and read-only."""

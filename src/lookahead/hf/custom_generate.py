@@ -16,15 +16,15 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..admission import Admission, precompile
 from ..core import Engine, LookaheadError, Request, SettingsError, Stats, Target
 from ..drafters import as_drafter
+from ..drafters.prepare import Preparation
 from .batch_sequence import Criteria, Row, for_row, may_draw_ahead, row_processors
 from .caller import DROPPED, CustomGenerate
 from .masks import LayerKinds
-from .model_lock import turn
+from .model import HFModel
 from .past_key_values import KeepingTarget, fill_cache
-from .paths import limit_graphs, make_target, probe, warn_about_shortfall
+from .paths import limit_graphs, warn_about_shortfall
 from .refusals import OTHER_NAMES, refuse
 from .sampling import GeneratorNoise
 
@@ -84,9 +84,10 @@ def generate(
     config = generation_config
     processors = logits_processor if logits_processor is not None else LogitsProcessorList()
     stopping_criteria = stopping_criteria if stopping_criteria is not None else StoppingCriteriaList()
-    with turn(model):
-        probed = probe(model)  # rejects models other than decoder-only language models
-    facts = probed.facts
+    ours = HFModel(model)  # rejects models other than decoder-only language models
+    with ours.lock():
+        probed = ours.probe
+    facts: Any = probed.facts
     refuse(
         model, config, processors, input_ids, synced_gpus, streamer, model_kwargs, given, facts is not None
     )
@@ -104,18 +105,21 @@ def generate(
     wants_cache = batch == 1 and (returns or getattr(cache, "_is_user_defined", False))
 
     def fresh() -> Target:
-        with turn(model):
-            return make_target(model, exact=exact)
+        with ours.lock():
+            return ours.make_target(exact=exact)
 
     # The target and the engine.
     if graph_memory is not None:
-        limit_graphs(model, graph_memory)
-    precompile(chosen, model.device.type)
+        limit_graphs(ours, graph_memory)
+    if model.device.type == "cpu":
+        chosen.precompile()
     target = fresh()
     warn_about_shortfall(model, target, "lookahead.generate runs this model", again=False, stacklevel=2)
     keeping = KeepingTarget(target) if wants_cache and facts is not None else None
     engine = Engine(
-        fresh, target=keeping if keeping is not None else target, admit=Admission(model, probed, fresh)
+        fresh,
+        target=keeping if keeping is not None else target,
+        prepare=Preparation(ours, probed.drafts, fresh),
     )
     noise = GeneratorNoise(batch, target.vocabulary, input_ids.device) if config.do_sample else None
     ahead = may_draw_ahead(processors, stopping_criteria)
@@ -149,7 +153,7 @@ def generate(
             request = Request(text, chosen, left, row.choose(), eos, row.finished, noise=row_noise)
             sequences.append(engine.add(request))
         while engine.busy:
-            with turn(model, engine.target):
+            with ours.lock(engine.target):
                 updates = engine.step()
             for update in updates:
                 if update.result is not None:

@@ -18,6 +18,7 @@ class PassFacts(Limits):
     """The facts that every forward pass of a model needs, in addition to ``Limits``.
 
     Attributes:
+        config: the text config.
         cache_name: the name of the cache among the arguments of ``forward``.
         accepts_position_ids, accepts_logits_to_keep: whether ``forward`` has an argument of that name.
         kinds: the kinds of attention layers.
@@ -26,7 +27,8 @@ class PassFacts(Limits):
 
     def __init__(self, model: PreTrainedModel) -> None:
         config: Any = model.config.get_text_config(decoder=True)
-        super().__init__(config, int(config.vocab_size), positions_of(config) or NO_LIMIT)
+        super().__init__(int(config.vocab_size), positions_of(config) or NO_LIMIT)
+        self.config = config
         parameters = inspect.signature(model.forward).parameters
         self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self.accepts_position_ids = "position_ids" in parameters

@@ -1,4 +1,4 @@
-"""Results of model checks, cached until the model changes.
+"""What is known about a transformers module: results of its checks, cached until it changes, and its lock.
 
 ``fingerprint`` cheaply detects moved weights, writes to weights, and replaced functions. It does not detect writes
 that bypass torch's version counter (``weight.data += delta``, or another view of the memory); call
@@ -7,10 +7,15 @@ that bypass torch's version counter (``weight.data += delta``, or another view o
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..limits import GRAPH_MEMORY
+from ..model import combined_checksum
 
 if TYPE_CHECKING:
     import torch
@@ -18,50 +23,102 @@ if TYPE_CHECKING:
 #: Types of module attributes that are compared by value.
 PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
 _Result = TypeVar("_Result")
-#: model -> name -> (fingerprint, result)
-_remembered: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
-#: model -> the number of times that all of its results were dropped
-_refreshes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+@dataclass(eq=False, slots=True)
+class Known:
+    """What is known about one module. Nothing in it may reference the module, which would then never be freed.
+
+    Attributes:
+        lock: held by the thread that runs the module. Passes of the transformers paths change its attention, its
+            hooks and, in the check of a 16-bit model, its weights for their duration.
+        results: name -> (fingerprint, result).
+        current: the fingerprint, while a thread holds the module by ``unchanged``.
+        refreshes: how often all results were dropped because of changes that the fingerprint does not show.
+        graph_memory: the share of the device's memory that captured passes may use.
+        warned: the warnings that were issued.
+        measured: ``Model.state``.
+    """
+
+    lock: Any = field(default_factory=RLock)
+    results: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    current: tuple[Any, ...] | None = None
+    refreshes: int = 0
+    graph_memory: float = GRAPH_MEMORY
+    warned: set[str] = field(default_factory=set)
+    measured: dict[str, dict[Any, Any]] = field(default_factory=dict)
+
+
+#: The only table in this library that is keyed by somebody else's object: transformers passes a bare module to
+#: ``custom_generate`` in every call, and all users of one module share its lock and results.
+_known: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()
+_adding = Lock()
+
+
+def known(module: Any) -> Known:
+    """What is known about a module."""
+    with _adding:
+        found = _known.get(module)
+        if found is None:
+            found = _known[module] = Known()
+        return found
 
 
 def remember(model: Any, name: str, compute: Callable[[], _Result]) -> _Result:
     """The result of ``compute``, computed once per model and name until the model's fingerprint changes."""
-    results = _remembered.setdefault(model, {})
-    key = fingerprint(model)
-    if name not in results or results[name][0] != key:
-        results[name] = key, compute()
-    result: _Result = results[name][1]
+    mine = known(model)
+    key = current(model)
+    if name not in mine.results or mine.results[name][0] != key:
+        # A check may change the model for its duration, and compute results of the changed model.
+        mine.current, outer = None, mine.current
+        try:
+            mine.results[name] = key, compute()
+        finally:
+            mine.current = outer
+    result: _Result = mine.results[name][1]
     return result
+
+
+def current(model: Any) -> tuple[Any, ...]:
+    """The model's fingerprint, computed once in a block of ``unchanged``."""
+    found = known(model).current
+    return fingerprint(model) if found is None else found
+
+
+@contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """A context in which this thread holds the model, and its fingerprint, which takes a while, is computed once."""
+    mine = known(model)
+    with mine.lock:
+        outer = mine.current
+        mine.current = current(model)
+        try:
+            yield
+        finally:
+            mine.current = outer
 
 
 def forget(model: Any, prefix: str = "") -> None:
     """Drop the cached results of a model whose names begin with ``prefix``; without one, all of them."""
+    mine = known(model)
     if not prefix:
-        _refreshes[model] = refreshes(model) + 1
-    results = _remembered.get(model, {})
-    for name in [name for name in results if name.startswith(prefix)]:
-        del results[name]
-
-
-def refreshes(model: Any) -> int:
-    """How often all results of a model were dropped because of changes that its fingerprint does not show."""
-    return _refreshes.get(model, 0)
+        mine.refreshes += 1
+        mine.measured.clear()
+    for name in [name for name in mine.results if name.startswith(prefix)]:
+        del mine.results[name]
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
     """A checksum of the tensors' bits, computed on their devices."""
     import torch
 
-    total = 0
-    for number, tensor in enumerate(tensors, 1):
+    sums = list[tuple[int, int]]()
+    for tensor in tensors:
         integers: torch.dtype = getattr(torch, f"int{8 * tensor.element_size()}")
         bits = tensor.detach().contiguous().view(-1).view(integers)
-        # Count the first half once more, so that the order of the weights matters.
-        both = int(bits.sum(dtype=torch.int64)) * 3 + int(bits[: bits.numel() // 2].sum(dtype=torch.int64))
-        total = (total * 31 + both * number) % ((1 << 61) - 1)
-    return total
+        half = bits[: bits.numel() // 2]
+        sums.append((int(bits.sum(dtype=torch.int64)), int(half.sum(dtype=torch.int64))))
+    return combined_checksum(sums)
 
 
 #: The module of transformers' hooks that capture hidden states and attentions. They stay on a model after a call with
@@ -83,9 +140,7 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
     belong to transformers, which writes some of them in every call; of these, only the attention implementation is
     included. Buffers that rotary positions recompute for every length are not included either.
     """
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not isinstance(model, torch.nn.Module):  # nothing else can change its weights
-        return (id(model),)
+    import torch
     from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
     # State of the process and settings of the model.

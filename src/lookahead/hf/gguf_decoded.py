@@ -7,7 +7,6 @@ architectures (Llama 3's frequency factors, sliding windows, soft caps); they ar
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from ..core import SettingsError
@@ -37,32 +36,18 @@ class GGUFCheckpoint:
     """A GGUF file that contains a complete model.
 
     Args:
-        path: the file.
-
-    Attributes:
-        file: its header, and its tensors as they are stored.
-        is_quantized: whether any of its matrices is quantized.
-
-    Raises:
-        SettingsError: the file is damaged, or is one part of several.
+        file: the file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.file = GGUFFile(path)
-        parts = self.file.metadata.get("split.count", 1)
-        if isinstance(parts, int) and parts > 1:
-            raise SettingsError(
-                f"a GGUF model must be one file, and {path.name} is one of {parts} parts; "
-                "merge them with llama-gguf-split --merge"
-            )
-        types = {tensor.type for tensor in self.file.tensors.values() if len(tensor.shape) > 1}
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        types = file.matrix_types
         self._dtypes = [dtype for name, dtype in PLAIN.items() if name in types]
-        self.is_quantized = not types <= PLAIN.keys()
 
     @property
     def dtype(self) -> str:
         """Torch's name of the dtype of its matrices; bfloat16 if they are quantized."""
-        return self._dtypes[-1] if self._dtypes and not self.is_quantized else "bfloat16"
+        return self._dtypes[-1] if self._dtypes and not self.file.is_quantized else "bfloat16"
 
     def scale_frequencies(self, model: Any) -> None:
         """Divide a transformers model's rotary frequencies by the factors of the file, if it has them (Llama 3)."""

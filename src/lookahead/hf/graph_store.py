@@ -19,19 +19,15 @@ from transformers import PreTrainedModel
 
 from ..core import Scores
 from ..core.memory import memory_errors, out_of_memory
-from ..limits import GRAPH_MEMORY
 from .attention_hook import TreeAttention
 from .cuda import DeviceStream, is_gpu, memory
 from .facts import ModelFacts
-from .fingerprint import active_hooks
+from .fingerprint import active_hooks, known
 from .target import TransformersTarget
 from .tree_cache import TreeCache
 
 #: Initial capacity of a cache, in tokens. When a cache grows, passes must be captured again.
 CAPACITY = 1024
-#: The share of device memory that captured passes may use, and that the cache of an unused store may use, for
-#: models with a share other than ``GRAPH_MEMORY`` (the option graph_memory).
-memory_shares: weakref.WeakKeyDictionary[PreTrainedModel, float] = weakref.WeakKeyDictionary()
 #: Held during a capture: torch allows one at a time in a process.
 capturing = threading.Lock()
 _Pass = TypeVar("_Pass")
@@ -150,8 +146,8 @@ class GraphStore:
 
 
 def graph_limit(model: PreTrainedModel) -> float:
-    """Maximum bytes of the captured passes of a model: its share of the device's memory."""
-    return memory_shares.get(model, GRAPH_MEMORY) * memory(model.device)[1]
+    """Maximum bytes of the captured passes of a model, and of the cache of an unused store."""
+    return known(model).graph_memory * memory(model.device)[1]
 
 
 class GraphTarget(TransformersTarget):

@@ -21,7 +21,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from ..core.errors import Unsupported
 from ..cpu import dense
 from ..cpu.blueprint import ACTIVATIONS, NORMS, Array, Blueprint, LayerParts, Norm, head_norm_of
-from ..cpu.dense import Linear, bits_of
+from ..cpu.dense import Linear
 from ..cpu.kernels import formats
 from .facts import ModelFacts
 from .fingerprint import active_hooks
@@ -227,6 +227,18 @@ def embedding_of(model: nn.Module, path: str) -> tuple[torch.Tensor, float]:
     return weight.contiguous(), 1.0 if scale is None else float(scale.to(weight.dtype))
 
 
+def bits_of(tensor: torch.Tensor) -> Array:
+    """A tensor as an array that shares its memory; bf16, which numpy lacks, becomes int16."""
+    array: Array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
+
+
+def tensor_of(bits: Array) -> torch.Tensor:
+    """The inverse of ``bits_of``."""
+    tensor = torch.from_numpy(bits)
+    return tensor.view(torch.bfloat16) if bits.dtype == np.int16 else tensor
+
+
 def linear_of(module: nn.Module, path: str) -> Linear:
     """Weight (out, in) and bias of a linear; zeros without a bias.
 
@@ -236,9 +248,12 @@ def linear_of(module: nn.Module, path: str) -> Linear:
     from transformers.pytorch_utils import Conv1D
 
     linear = plain(module, path, (nn.Linear, Conv1D))
-    weight = linear.weight.detach()
-    weight = weight if type(linear) is nn.Linear else weight.t()
-    return Linear(weight, weight.new_zeros(len(weight)) if linear.bias is None else linear.bias.detach())
+    weight = bits_of(linear.weight.detach())
+    weight = weight if type(linear) is nn.Linear else weight.T
+    bias = linear.bias
+    return Linear(
+        weight, np.zeros(len(weight), np.float32) if bias is None else bias.detach().float().numpy()
+    )
 
 
 def norm_of(module: nn.Module, path: str, size: int, offset: float) -> Norm:

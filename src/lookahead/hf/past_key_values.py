@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from transformers import DynamicCache
 
 from ..core import Target
+from .module_families import tensor_of
 
 
 class KeepingTarget:
@@ -29,5 +31,6 @@ def fill_cache(target: Any, given: Any, config: Any) -> DynamicCache:
         cache = DynamicCache(config=config)
     for layer, pair in enumerate(target.read(0)):
         if pair is not None:
-            cache.update(*pair, layer)
+            keys, values = (tensor_of(part) if isinstance(part, np.ndarray) else part for part in pair)
+            cache.update(keys, values, layer)
     return cache

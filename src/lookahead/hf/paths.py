@@ -1,15 +1,13 @@
-"""The ways to evaluate a model's steps, in one ordered list. The first that works for a model is used.
+"""The ways to evaluate a transformers model's steps, in one ordered list. The first that works for a model is used.
 
 For a given model, a path makes a target or explains why it cannot. Its rows are either bit-identical in a step of any
-size, or equal up to rounding. Models that are not transformers modules (``OwnModel``) make their own target: a GGUF
-file with packed weights takes the path "cpu", bit-identical (``cpu.model``), and one that llama.cpp
-loads takes "llama.cpp", equal up to rounding (``llamacpp.model``).
+size, or equal up to rounding.
 
-A transformers model is probed once: a token tree is evaluated on the model and compared with its own causal passes.
-If they differ, or the model cannot evaluate a tree, the tree's paths as batch rows are compared with plain decoding.
-If these differ too, the model decodes one row per step, and ``reason`` explains why.
+The model is probed once: a token tree is evaluated on the model and compared with its own causal passes. If they
+differ, or the model cannot evaluate a tree, the tree's paths as batch rows are compared with plain decoding. If these
+differ too, the model decodes one row per step, and ``reason`` explains why.
 
-This module does not import torch until it is given a transformers model.
+The functions here take the transformers module; ``hf.model.HFModel`` is its ``Model``.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 from ..core import OutOfMemory, SettingsError, Target
 from ..core.errors import summary
 from ..limits import NO_LIMIT, Probe
-from ..model import OwnModel
-from .fingerprint import forget, remember
+from .fingerprint import forget, known, remember
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..cpu.compiled_model import CompiledModel
+    from ..model import Model
     from .attention import Attend
     from .attention_hook import TreeAttention
     from .facts import ModelFacts
@@ -59,20 +57,18 @@ class TargetPath:
     notice: str = ""
 
 
-def probe(model: PreTrainedModel | OwnModel) -> Probe:
+def probe(model: PreTrainedModel) -> Probe:
     """Probe a model. The result is cached until the model changes (``fingerprint``).
 
     Raises:
         SettingsError: not a decoder-only language model, or a row's rounding depends on the other rows of its pass.
         OutOfMemory: not even the probe fits in memory.
     """
-    if isinstance(model, OwnModel):
-        return model.probe()
-    _check_module(model)
+    check_module(model)
     return remember(model, "probe", lambda: _probe(model))
 
 
-def make_target(model: PreTrainedModel | OwnModel, path: str = "auto", exact: bool = False) -> Target:
+def make_target(model: PreTrainedModel, path: str = "auto", exact: bool = False) -> Target:
     """A fresh target. ``target.path`` is the chosen path, ``target.reason`` the reason for the choice.
 
     Args:
@@ -83,12 +79,6 @@ def make_target(model: PreTrainedModel | OwnModel, path: str = "auto", exact: bo
     Raises:
         SettingsError: the path is not available for this model, or the model has no exact path.
     """
-    if isinstance(model, OwnModel):
-        asked = f"the path {path!r}" if path not in ("auto", model.path) else ""
-        asked = asked or ("exact=True" if exact and not model.bit_equal else "")
-        if asked:
-            raise SettingsError(f"{asked} is not available for {model.description}; {model.instead}")
-        return model.make_target()
     if path not in ("auto", *NAMES):
         raise SettingsError(f"path must be one of {', '.join(map(repr, ('auto', *NAMES)))}, got {path!r}")
     probed = probe(model)
@@ -126,22 +116,18 @@ def shortfall(model: Any, target: Target) -> str:
     return ""
 
 
-#: Shortfalls that a warning has reported: (type of the model, shortfall).
-_warned: set[tuple[str, str]] = set()
-
-
 def warn_about_shortfall(model: Any, target: Target, who: str, again: bool, stacklevel: int) -> None:
     """Warn about a model's ``shortfall``, if it has one.
 
     Args:
         who: the first words of the message.
-        again: whether to repeat a warning that was already issued for such a model.
+        again: whether to repeat a warning that was already issued for the model.
         stacklevel: as in ``warnings.warn``, from the caller on.
     """
     how = shortfall(model, target)
-    key = type(model).__name__, how
-    if how and (again or key not in _warned):
-        _warned.add(key)
+    warned = known(model).warned
+    if how and (again or how not in warned):
+        warned.add(how)
         warnings.warn(f"{who} {how}", UserWarning, stacklevel + 1)
 
 
@@ -150,7 +136,7 @@ def on_gpu(model: PreTrainedModel) -> bool:
     return bool(model.device.type == "cuda")
 
 
-def limit_graphs(model: Any, share: float) -> None:
+def limit_graphs(model: Model, share: float) -> None:
     """Set the share of a GPU's memory that the captured passes of a model may use.
 
     Raises:
@@ -158,13 +144,12 @@ def limit_graphs(model: Any, share: float) -> None:
     """
     if not 0 < share <= 1:
         raise SettingsError(f"graph_memory must be above 0 and at most 1, got {share}")
-    if isinstance(model, OwnModel) or not on_gpu(model):
+    module = getattr(model, "module", None)
+    if module is None or not on_gpu(module):
         raise SettingsError(
             f"graph_memory limits captured passes on a GPU, but the model is on {model.device}; leave it out"
         )
-    from .graph_store import memory_shares
-
-    memory_shares[model] = share
+    known(module).graph_memory = share
 
 
 def _warn(text: str) -> None:
@@ -187,8 +172,8 @@ def _compiled(model: PreTrainedModel, facts: ModelFacts) -> tuple[CompiledModel 
     import torch
 
     from ..core.errors import Unsupported
-    from ..cpu.compiled_model import compile_model
     from ..cpu.target import CpuTarget
+    from .compiled import compile_model
     from .equivalence import compare
 
     name = type(model).__name__
@@ -332,7 +317,7 @@ NAMES = tuple(path.name for path in PATHS)
 DYNAMIC = "torch.ao.nn.quantized.dynamic"
 
 
-def _check_module(model: PreTrainedModel) -> None:
+def check_module(model: PreTrainedModel) -> None:
     """Raise SettingsError unless this is a decoder-only transformers model, outside of ``torch.autocast``."""
     import torch
 

@@ -242,11 +242,11 @@ def make_choose(
     eos: frozenset[int],
     tokenizer: Any,
     vocabulary: int,
-    device: torch.device,
+    device: str,
 ) -> tuple[Choose, SeededNoise | None]:
     """``sampling.choose.make_choose`` with transformers' own logits processors, on the device of the logits."""
     process = make_process(TENSORS, options, len(prompt), eos, tokenizer, vocabulary)
-    on_cpu = device.type == "cpu"
+    on_cpu = device == "cpu"
     noise: SeededNoise | None = None
     if seed is not None:
         given = seed, len(prompt), vocabulary, options.temperature

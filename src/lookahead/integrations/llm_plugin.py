@@ -93,7 +93,7 @@ class LookaheadModel(llm.Model):
 
     def _load(self, how: dict[str, Any]) -> LLM:
         if self._loaded is None or self._loaded[0] != how:
-            from ..checkpoints import quiet
+            from ..hf.load import quiet
             from ..loading import load_with
 
             self._loaded = None  # two models may not fit

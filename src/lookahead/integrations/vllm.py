@@ -101,8 +101,9 @@ class Proposer:
     def __init__(self, vllm_config: Any) -> None:
         check(vllm_config)
         from ..drafters.adaptive.base_files import base_table_of
-        from ..drafters.adaptive.model_curves import config_key
+        from ..drafters.adaptive.for_model import ForModel
         from ..drafters.adaptive.state import AdaptiveState
+        from ..hf.model import config_key, shape_of
         from .vllm_costs import StepCosts
 
         drafter = drafter_of(vllm_config)
@@ -119,13 +120,15 @@ class Proposer:
         self._costs: StepCosts | None = None
         if drafter.rows is None and most_rows > 1:
             dtype = getattr(vllm_config.model_config, "dtype", "")
-            name = f"vllm {vllm_version()}|{config_key(config)}|{dtype}|{device}|{most_rows - 1} drafted"
+            sizes = "" if config is None else config_key(config)
+            name = f"vllm {vllm_version()}|{sizes}|{dtype}|{device}|{most_rows - 1} drafted"
             self._costs = StepCosts(name, most_rows, device != "cpu", partial(warnings.warn, stacklevel=2))
         #: The rows for each request of the step being measured; None if it is not measured, or not as planned.
         self._measured: int | None = None
         self._begin = 0.0
-        reads = config is not None and drafter.needs_base_table
-        self._table = base_table_of(config, self._vocabulary) if reads else None
+        if config is not None and "base" in drafter.sources and drafter.table is None:
+            table = base_table_of(shape_of(config).name, self._vocabulary)
+            self._drafter = replace(self._drafter, for_model=ForModel(base_table=table))
         self._known: list[KnownRequest | None] = []
         self._logits: Any = None
 
@@ -193,12 +196,7 @@ class Proposer:
 
     def _start(self, tokens: np.ndarray[Any, Any]) -> AdaptiveDraftState:
         """The drafter's state of a request that has just emitted its first token."""
-        start = Start(
-            tokens[:-1].tolist(),
-            int(tokens[-1]),
-            vocabulary=self._vocabulary,
-            base_table=self._table,
-        )
+        start = Start(tokens[:-1].tolist(), int(tokens[-1]), vocabulary=self._vocabulary)
         return self._drafter.start(start)
 
     def _count_step(self, known: list[KnownRequest | None], seconds: float) -> None:

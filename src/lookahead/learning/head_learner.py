@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core import SettingsError
-from ..drafters.adaptive.base_files import table_name
+from ..drafters.adaptive.heads import check_hidden, own_head_file
 from ..drafters.adaptive.sources.head_file import BLOCK, FORMAT, HeadWeights
-from ..light_head import check_hidden, own_head_file, row_readers, sizes_of
 from ..records import CONTINUES, cache_folder, not_writable
 from .head_data import Positions
 from .hidden_states import check_room, collect
@@ -65,20 +64,20 @@ class HeadLearner:
         self._note = note
 
         # The model, checked for hidden states.
-        self._vocabulary, self._hidden = sizes_of(llm.model)
-        self._embed, self._output_rows = row_readers(llm.model)
+        self._parts = llm.model.head_parts()
+        hidden = self._parts.hidden
         self._target = llm.target()
         check_hidden(self._target)
-        if self._hidden % BLOCK:
+        if hidden % BLOCK:
             raise SettingsError(
-                f"a light head needs a hidden size that is a multiple of {BLOCK}, but this model's is {self._hidden}"
+                f"a light head needs a hidden size that is a multiple of {BLOCK}, but this model's is {hidden}"
             )
 
         # The folders and files, checked before hours of work.
-        name = table_name(llm.model.config)
+        name = llm.model.shape.name
         self.texts = Folder(cache_folder() / "self-text" / name)
         self.folder = cache_folder() / "heads" / name
-        self.output = output if output is not None else own_head_file(llm.model)
+        self.output = output if output is not None else own_head_file(name)
         for folder in (self.texts.path, self.folder, self.output.absolute().parent):
             check_folder(folder)
         if output is not None:
@@ -86,7 +85,7 @@ class HeadLearner:
         check_same_model(self._target, self.texts)
         self._writer = Writer(llm, self.texts)
         kept = sum(file.stat().st_size for file in self.folder.glob("part-*.npy"))
-        check_room(self.folder, self._hidden, max(tokens, self.texts.tokens) - kept // (2 * self._hidden))
+        check_room(self.folder, hidden, max(tokens, self.texts.tokens) - kept // (2 * hidden))
 
     def run(self, report: Report = lambda stage, done, total, left, loss: None) -> HeadWeights:
         """Complete the three stages and save the head. An interruption loses at most a minute of work.
@@ -117,7 +116,7 @@ class HeadLearner:
         # Compute its hidden states.
         parts = collect(
             self._target,
-            self._hidden,
+            self._parts.hidden,
             self.texts.parts(),
             self.folder,
             lambda done, total, left: report(STATES, done, total, left, None),
@@ -126,12 +125,12 @@ class HeadLearner:
         # Train the head on them.
         training = Training(
             Positions(parts),
-            self._embed,
-            self._output_rows,
-            self._vocabulary,
+            self._parts.embed,
+            self._parts.output,
+            self._parts.vocabulary,
             self._settings,
             self.folder,
-            str(self._llm.model.device),
+            self._llm.model.device,
         )
         for line in training.notes:
             self._note(line)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core import SettingsError
-from ..drafters.adaptive.base_files import learned_file, table_name
+from ..drafters.adaptive.base_files import learned_file
 from ..drafters.adaptive.sources.base_table import BaseTable, open_table, save_table
 from ..records import cache_folder
 from .self_text import Writer, check_folder, check_output, check_same_model
@@ -74,10 +74,9 @@ class Learner:
     """
 
     def __init__(self, llm: LLM, output: Path | None = None) -> None:
-        config = llm.model.config
         self._llm = llm
-        self._name = table_name(config)
-        self.output = output if output is not None else learned_file(config)
+        self._name = llm.model.shape.name
+        self.output = output if output is not None else learned_file(self._name)
         self.folder = Folder(cache_folder() / "self-text" / self._name)
         for folder in (self.folder.path, self.output.absolute().parent):
             check_folder(folder)

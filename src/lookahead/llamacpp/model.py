@@ -1,23 +1,26 @@
-"""A GGUF file loaded by llama.cpp, used instead of a transformers model."""
+"""A GGUF file loaded by llama.cpp, as a ``Model``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
-from ..core import Target
+import numpy as np
+
+from ..core import SettingsError, Target
 from ..gguf.file import GGUFFile
-from ..hf.fingerprint import remember
 from ..limits import NO_LIMIT, Limits, Probe
-from ..model import OwnConfig, OwnModel, generation_config_of, weights_of
+from ..model import HeadParts, Model, Shape, combined_checksum, path_error, sums_of
 from ..options import MachineOptions
+from ..text.tokenizer import end_tokens
 from ..threads import thread_count
 from .contexts import Contexts
 from .library import CELLS, KV_TYPE, Weights
 from .target import LlamaCppTarget
 
 
-class LlamaCppModel(OwnModel):
-    """A llama.cpp model, used instead of a transformers model.
+class LlamaCppModel(Model):
+    """A model that llama.cpp runs.
 
     Args:
         file: a GGUF file.
@@ -27,33 +30,24 @@ class LlamaCppModel(OwnModel):
         SettingsError: llama.cpp is missing or cannot load the file.
     """
 
-    path = LlamaCppTarget.path
-    bit_equal = False
-    instead = "omit it, or omit engine"
+    attention = "llama.cpp"
 
     def __init__(self, file: GGUFFile, options: MachineOptions) -> None:
         options = replace(options, threads=options.threads or thread_count())
         keys, values = options.cache_type_k or KV_TYPE, options.cache_type_v or KV_TYPE
-        self.loaded = Weights(file.path, options)
-        self.runs_on = self.loaded.runs_on
-        self.weights, self.parameter_count = weights_of(file)
+        self.loaded = loaded = Weights(file.path, options)
+        self.runs_on = loaded.runs_on
+        self.weights = file.weights
+        self.parameter_count = file.parameter_count
         self._float32 = self.weights == "F32" and keys == values == "f32"
         metadata = file.metadata
-        loaded = self.loaded
         architecture = metadata["general.architecture"]
-        self.config = OwnConfig(
-            model_type=architecture,
-            vocab_size=loaded.vocabulary,
-            max_position_embeddings=loaded.positions,
-            hidden_size=metadata.get(f"{architecture}.embedding_length", 0),
-            num_hidden_layers=metadata.get(f"{architecture}.block_count", 0),
-            n_gpu_layers=-1 if options.n_gpu_layers is None else options.n_gpu_layers,
-            threads=options.threads,
-            is_encoder_decoder=False,
-            _attn_implementation="llama.cpp",
-        )
-        self.generation_config = generation_config_of(file)
-        self.facts = Limits(self.config, loaded.vocabulary, loaded.positions or NO_LIMIT)
+        sizes = [metadata.get(f"{architecture}.{name}", 0) for name in ("embedding_length", "block_count")]
+        self.shape = Shape(architecture, loaded.vocabulary, *sizes)
+        self.context = loaded.positions or None
+        self.eos = frozenset(end_tokens(metadata))
+        self.state = {}
+        self._limits = Limits(loaded.vocabulary, loaded.positions or NO_LIMIT)
         # llama.cpp chooses one of two frequency tables by context size, and a sequence must keep its table.
         original = metadata.get(f"{architecture}.rope.scaling.original_context_length", 0)
         long = "rope_factors_long.weight" in file.tensors
@@ -65,21 +59,38 @@ class LlamaCppModel(OwnModel):
             f"{keys} keys and {values} values"
         )
 
+    @cached_property
     def probe(self) -> Probe:
-        """Compare token trees with llama.cpp's own causal passes."""
-        return remember(self, "probe", self._probe)
-
-    def _probe(self) -> Probe:
+        """The result of comparing token trees with llama.cpp's own causal passes."""
         from .check import check  # imports torch
 
         ok, why, found = check(self.contexts)
         # If any dtype is shorter than float32, a row's rounding depends on the other rows of its pass.
         half = not self._float32
         if ok:
-            return Probe("tree", f"{self.description} ({why})", found, self.facts, half)
+            return Probe("tree", f"{self.description} ({why})", found, self._limits, half)
         reason = f"{self.description}: {why}; decoding one row per step"
         return Probe("plain", reason, found, None, half)
 
-    def make_target(self) -> Target:
-        """A ``LlamaCppTarget``. Its capacity comes from the model's options."""
-        return LlamaCppTarget(self.contexts, self.probe().reason)
+    def make_target(self, path: str = "auto", exact: bool = False) -> Target:
+        """A ``LlamaCppTarget``, equal up to rounding. Its capacity comes from the model's options."""
+        if path not in ("auto", LlamaCppTarget.path) or exact:
+            raise path_error(self, "exact=True" if exact else path, "omit it, or omit engine")
+        return LlamaCppTarget(self.contexts, self.probe.reason)
+
+    @property
+    def key(self) -> str:
+        options = self.loaded.options
+        names = ("n_gpu_layers", "threads", "flash_attn", "cache_type_k", "cache_type_v")
+        given = [f"{name} {value}" for name in names if (value := getattr(options, name)) is not None]
+        # The same options run on a GPU or not, depending on how llama.cpp was built.
+        return "|".join(map(str, ("llama.cpp", *self.shape, self.weights, *given, f"on {self.runs_on}")))
+
+    def head_parts(self) -> HeadParts:
+        raise SettingsError(
+            "a light head needs hidden states, which engine='llama.cpp' does not provide; omit engine"
+        )
+
+    def checksum(self, samples: int | None = None) -> int:
+        """A checksum of the file's bytes."""
+        return combined_checksum([sums_of(np.memmap(self.loaded.file, np.int8, "r"), samples)])

@@ -7,14 +7,14 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..core import LookaheadError, SettingsError, Target
 from ..core.errors import first_line
-from ..hf.fingerprint import checksum
+from ..hf.model import HFModel
+from ..model import Model
 from .wire import Link
 
 #: Seconds of silence after which rank 0 considers another rank hung; the others end within twice that.
@@ -148,7 +148,7 @@ def _choose_backend(devices: Sequence[Sequence[int]]) -> str:
     return "nccl" if own_gpus else "gloo"
 
 
-def check_same_model(connections: Connections, target: Target, model: Any = None) -> None:
+def check_same_model(connections: Connections, target: Target, model: Model) -> None:
     """Check that every rank has the same model on the same type of device. Arguments as in ``join``.
 
     Raises:
@@ -157,17 +157,15 @@ def check_same_model(connections: Connections, target: Target, model: Any = None
         SystemExit: with status 0, if rank 0 has called ``dismiss``.
         LookaheadError: a rank ended, or did not load the model within the timeout.
     """
-    model = model if model is not None else getattr(target, "model", None)
-    _refuse_split_models(model)
-    tensors = list(model.parameters()) if model is not None else []
-    first = tensors[0] if tensors else torch.empty(0)
+    if isinstance(model, HFModel):
+        _refuse_split_models(model.module)
     facts = {
         "vocabulary": target.vocabulary,
-        "parameters": sum(tensor.numel() for tensor in tensors),
-        "dtype": zlib.crc32(str(first.dtype).encode()),
-        "device type": zlib.crc32(first.device.type.encode()),
+        "parameters": model.parameter_count,
+        "dtype": zlib.crc32(model.weights.encode()),
+        "device type": zlib.crc32(model.device.partition(":")[0].encode()),
         "target": zlib.crc32(type(target).__name__.encode()),
-        "model checksum": checksum(tensors),
+        "model checksum": model.checksum(),
     }
     ours, *others = _gather(list(facts.values()), connections.timeout)
     if not ours:
@@ -188,9 +186,9 @@ def dismiss(connections: Connections) -> None:
     connections.close()
 
 
-def _refuse_split_models(model: Any) -> None:
+def _refuse_split_models(model: torch.nn.Module) -> None:
     split = getattr(model, "tp_size", None) or 1
-    for parameter in model.parameters() if isinstance(model, torch.nn.Module) else ():
+    for parameter in model.parameters():
         mesh = getattr(parameter, "device_mesh", None)  # of a distributed tensor
         split = max(split, mesh.size() if mesh is not None else 1)
     if split > 1:

@@ -129,7 +129,7 @@ class ParallelTarget(Target):
 
     Attributes:
         path, reason, vocabulary, ...: those of the inner targets.
-        attention, model: those of rank 0's inner target; None if it has none.
+        attention: that of rank 0's inner target; None if it has none.
         ranks: number of ranks.
         executor: evaluates rank 0's shards.
         steps: number of forward passes so far.
@@ -147,7 +147,6 @@ class ParallelTarget(Target):
         adopt_properties(self, inner)
         self.gives_hidden = False
         self.attention = getattr(inner, "attention", None)
-        self.model = getattr(inner, "model", None)
         self.ranks = rank_group.connections.size
         self.executor = RankExecutor(inner)
         self.steps = 0

@@ -15,6 +15,7 @@ import torch
 
 from ..core import OutOfMemory, Target
 from ..core.errors import summary
+from ..model import Model
 from .connect import Connections, check_same_model
 from .executor import serve
 from .wire import Message, RankError
@@ -172,7 +173,7 @@ class RankGroup:
 def join(
     make_target: Callable[[], Target],
     connections: Connections,
-    model: Any,
+    model: Model,
     differ: Differ,
 ) -> RankGroup:
     """Join all ranks. Rank 0 gets the group; the other ranks serve it until it ends.
@@ -182,7 +183,7 @@ def join(
     Args:
         make_target: makes a fresh inner target on this rank's model.
         connections: from ``start``.
-        model: the torch module behind the targets; None for their attribute ``model``.
+        model: the model of the targets.
         differ: compares two ranks' logits of one token, (V,) each; returns the difference as a phrase, or "".
 
     Raises:

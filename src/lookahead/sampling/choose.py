@@ -107,7 +107,7 @@ def make_choose(
     eos: frozenset[int],
     tokenizer: Any,
     vocabulary: int,
-    device: Any = "cpu",
+    device: str = "cpu",
 ) -> tuple[Choose, SeededNoise | None]:
     """``choose`` for one sequence, and its noise if it is sampled.
 

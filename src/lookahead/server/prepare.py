@@ -63,11 +63,10 @@ class Preparer:
         self._grammars = Grammars(llm)
         #: The text of --chat-template; None without it.
         self._own_template = _read_template(settings.chat_template)
-        facts = llm.probe.facts
         asked = settings.max_model_len
         limits = [llm.context]
-        if facts is not None and facts.rope_boundary < NO_LIMIT:
-            limits.append(facts.rope_boundary - 1)
+        if llm.model.rope_boundary < NO_LIMIT:
+            limits.append(llm.model.rope_boundary - 1)
         #: Maximum sequence length that the model allows here; None for no limit.
         self.longest = min((limit for limit in limits if limit is not None), default=None)
         if asked is not None and self.longest is not None and asked > self.longest:
@@ -211,7 +210,7 @@ class Preparer:
 
     def _fingerprint(self) -> str:
         """The server properties that a completion may depend on: version, dtype, device type."""
-        device = str(self.llm.model.device).partition(":")[0]
+        device = self.llm.model.device.partition(":")[0]
         return f"lookahead-{__version__}-{self.llm.dtype}-{device}"
 
     def _check_choices(self, body: Generating, prompts: int) -> None:

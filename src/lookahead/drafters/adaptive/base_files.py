@@ -12,7 +12,6 @@ import os
 import warnings
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from ...core import SettingsError
 from ...records import cache_folder
@@ -22,21 +21,13 @@ from .sources.base_table import BaseTable, open_table
 INCLUDED = Path(__file__).parent / "tables"
 
 
-def table_name(config: Any) -> str:
-    """The file name of a model's table, without suffix.
+def learned_file(name: str) -> Path:
+    """The file in which ``lookahead learn`` saves the table of a model.
 
     Args:
-        config: the model's config, from transformers or with the same fields.
+        name: ``lookahead.model.Shape.name``.
     """
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    fields = ("vocab_size", "hidden_size", "num_hidden_layers")
-    vocabulary, hidden, layers = (int(getattr(text, name, 0) or 0) for name in fields)
-    return f"v{vocabulary}-h{hidden}-l{layers}"
-
-
-def learned_file(config: Any) -> Path:
-    """The file in which ``lookahead learn`` saves the table of a model."""
-    return cache_folder() / "tables" / f"{table_name(config)}.safetensors"
+    return cache_folder() / "tables" / f"{name}.safetensors"
 
 
 def existing_files(own: Path, included: Path) -> list[Path]:
@@ -45,18 +36,18 @@ def existing_files(own: Path, included: Path) -> list[Path]:
     return [file for file in (own, included / own.name) if os.path.isfile(file)]
 
 
-def read_tables(config: Any, vocabulary: int) -> tuple[list[BaseTable], list[str]]:
+def read_tables(name: str, vocabulary: int) -> tuple[list[BaseTable], list[str]]:
     """The usable tables of a model, the one built from most text first, and why its other tables cannot be used.
 
     The table of a short ``lookahead learn`` gives worse guesses than an included one that was built from more text.
 
     Args:
-        config: the model's config.
+        name: ``lookahead.model.Shape.name``.
         vocabulary: V of the model; 0 if unknown.
     """
     tables = list[BaseTable]()
     reasons = list[str]()
-    for file in existing_files(learned_file(config), INCLUDED):
+    for file in existing_files(learned_file(name), INCLUDED):
         try:
             tables.append(checked_table(file, vocabulary))
         except SettingsError as error:
@@ -64,9 +55,9 @@ def read_tables(config: Any, vocabulary: int) -> tuple[list[BaseTable], list[str
     return sorted(tables, key=lambda table: -table.learned), reasons
 
 
-def base_table_of(config: Any, vocabulary: int) -> BaseTable | None:
+def base_table_of(name: str, vocabulary: int) -> BaseTable | None:
     """The first of ``read_tables``; None if there is none. Warns about those that cannot be used."""
-    tables, reasons = read_tables(config, vocabulary)
+    tables, reasons = read_tables(name, vocabulary)
     for reason in reasons:
         _warn(reason)
     return tables[0] if tables else None

@@ -220,7 +220,7 @@ def curve_file(model: str) -> Path:
     """The file of a model's curve on this machine, in the user's cache folder.
 
     Args:
-        model: a key unique to the model, dtype, device and code path (``drafters.adaptive.model_curves.model_key``).
+        model: a key unique to the model, dtype, device and code path (``drafters.adaptive.model_curves.curve_key``).
     """
     digest = hashlib.sha256(f"{machine()}|{model}".encode()).hexdigest()[:24]
     return cache_folder() / "costs" / f"{digest}.json"

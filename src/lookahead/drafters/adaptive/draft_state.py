@@ -15,6 +15,7 @@ from ...core import UNLIMITED_ROWS, DraftState, Scores, Start, TokenTree
 from .base_files import usable_table
 from .calibration import MAX_PROBABILITY
 from .cost import CONTEXT_STEP, CostCurve
+from .for_model import ForModel
 from .grower import Grower
 from .learn import CREDITED
 from .rows import EXPLORATION, RowRule, window_pays
@@ -32,7 +33,8 @@ class AdaptiveDraftState(DraftState):
         settings: the drafter's settings.
         state: the state that sequences share, or None.
         sequence: without a vocabulary, V is assumed to be the largest token seen plus one, and different contexts
-            may then have the same key; without a cost curve, ``CostCurve.unmeasured`` is used.
+            may then have the same key.
+        for_model: without a cost curve, ``CostCurve.unmeasured`` is used.
 
     Raises:
         SettingsError: the state belongs to another model.
@@ -43,22 +45,22 @@ class AdaptiveDraftState(DraftState):
         settings: AdaptiveSettings,
         state: AdaptiveState | None,
         sequence: Start,
+        for_model: ForModel | None = None,
     ) -> None:
         if state is not None and sequence.vocabulary:
             state.check(sequence.vocabulary)
         # The inputs.
+        given = for_model if for_model is not None else ForModel()
         self._settings = settings
         self._state = state
         self._vocabulary = sequence.vocabulary
         self._sampling = sequence.noise
-        self._table = sequence.base_table
+        self._table = given.base_table
         if settings.table is not None:
             self._table = usable_table(settings.table, sequence.vocabulary)
         self._prompt = sequence.prompt
         self._eos = sequence.eos
-        self._curve: CostCurve = (
-            sequence.cost_curve if sequence.cost_curve is not None else CostCurve.unmeasured()
-        )
+        self._curve = given.cost_curve if given.cost_curve is not None else CostCurve.unmeasured()
 
         # The parts, created when the first tree is grown.
         self._rule = RowRule()
@@ -69,7 +71,7 @@ class AdaptiveDraftState(DraftState):
         self._last = sequence.first
         self._emitted = 1
         #: The light head, and the hidden state under which the last token was emitted, once a step has provided it.
-        self._head = sequence.head
+        self._head = given.head
         self._hidden: Any = None
 
         # The current step.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from ...core import Drafter, SettingsError, Start
+from ...core import Drafter, SettingsError, Start, Target
 from ..checks import text_form
 from .settings import AdaptiveSettings
 
 if TYPE_CHECKING:
     from .draft_state import AdaptiveDraftState
+    from .for_model import ForModel
     from .state import AdaptiveState
 
 
@@ -36,12 +38,14 @@ class Adaptive(AdaptiveSettings, Drafter):
         table: the file of a base table for the source "base". None for the one that ``lookahead learn`` made for this
             model on this machine, or else the one included in this package, if any.
         state: statistics that sequences share; None to start every sequence without any.
+        for_model: what ``prepare`` measured and loaded; None before that.
 
     Raises:
         SettingsError: an unknown source, a value out of range, or settings that exclude each other.
     """
 
     state: AdaptiveState | None = field(default=None, compare=False, repr=False)
+    for_model: ForModel | None = field(default=None, compare=False, repr=False)
 
     name = "adaptive"
 
@@ -63,19 +67,18 @@ class Adaptive(AdaptiveSettings, Drafter):
     def __str__(self) -> str:
         return text_form(self.name, self)
 
-    @property
-    def needs_base_table(self) -> bool:
-        return "base" in self.sources and self.table is None
+    def prepare(self, model: Any, target: Target, make_target: Callable[[], Target]) -> Adaptive:
+        """The drafter with the model's cost curve, base table and light head, as far as its settings use them."""
+        from .prepare import prepare  # imports numpy and numba
 
-    @property
-    def needs_cost_curve(self) -> bool:
-        return self.rows is None
+        return replace(self, for_model=prepare(self, model, target, make_target))
 
-    @property
-    def wanted_head(self) -> str | None:
-        return self.head
+    def precompile(self) -> None:
+        from .measure import precompile  # imports numba
+
+        precompile()
 
     def start(self, sequence: Start) -> AdaptiveDraftState:
         from .draft_state import AdaptiveDraftState  # imports numpy and numba
 
-        return AdaptiveDraftState(self, self.state, sequence)
+        return AdaptiveDraftState(self, self.state, sequence, self.for_model)

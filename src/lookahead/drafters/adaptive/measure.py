@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from ...core import OutOfMemory, SettingsError, Start, Target, TokenTree
+from ...core.fake_target import FakeTarget
 from ...jit import compile_ahead
 from ...sampling import draws
 from .cost import CostCurve
 from .draft_state import AdaptiveDraftState
-from .drafter import Adaptive
+from .settings import AdaptiveSettings
 from .sources.light_head import READ, LightHead
 from .state import AdaptiveState
 
@@ -153,7 +154,7 @@ def measure(
         rounds: steps of each size; the mean of the faster half counts.
         patience: seconds after which no further size is started; two numbers of rows are always measured.
         progress: called with (sequences, context, rows, seconds) for every size, and again for one timed again.
-        device: the type of the device that evaluates the model's layers (``drafters.adaptive.model_curves.runs_on``).
+        device: the type of the device that evaluates the model's layers (``Model.runs_on``).
 
     Sizes that do not fit in memory are left out.
 
@@ -280,13 +281,15 @@ def _time_context(
                 return
             if number >= too_many:
                 continue
-            drafter = Adaptive(rows=number, window_size=0, sources=("logits",), state=state)
+            settings = AdaptiveSettings(rows=number, window_size=0, sources=("logits",))
             plain = []
             drafted = list[float]()
             counts = list[int]()
             times = list[float]()
             try:
-                for count, seconds, drafting in drafted_steps(target, drafter, discard + rounds):
+                for count, seconds, drafting in drafted_steps(
+                    target, settings, discard + rounds, state=state
+                ):
                     counts.append(count)
                     plain.append(_plain_step(target, [0]))
                     drafted.append(seconds)
@@ -336,25 +339,29 @@ def _plain_step(target: Target, slots: Sequence[int]) -> float:
 
 
 def drafted_steps(
-    target: Target, drafter: Adaptive, steps: int, noise: Any = None
+    target: Target,
+    settings: AdaptiveSettings,
+    steps: int,
+    noise: Any = None,
+    state: AdaptiveState | None = None,
 ) -> Iterator[tuple[int, float, float]]:
     """Draft and evaluate in slot 0, which must have committed tokens. Yields (rows, seconds, drafter seconds).
 
     Each step emits the first child of the root, whatever the target's own token is.
     """
     start = Start([1 % target.vocabulary], 0, vocabulary=target.vocabulary, noise=noise)
-    state = AdaptiveDraftState(drafter, drafter.state, start)
+    drafting = AdaptiveDraftState(settings, state, start)
     for _ in range(steps):
         begin = perf_counter()
-        tree = state.draft(target.depth_limit(0))
-        state.pad(tree, drafter.most_rows)
+        tree = drafting.draft(target.depth_limit(0))
+        drafting.pad(tree, settings.most_rows)
         grown = perf_counter()
         (scores,) = target.forward([(0, tree)])
         scores.best(0)
         target.commit([(0, [0])])
         evaluated = perf_counter()
         token = tree.tokens[1] if len(tree) > 1 else tree.tokens[0]
-        state.observe(tree, scores, [0], [token])
+        drafting.observe(tree, scores, [0], [token])
         end = perf_counter()
         yield len(tree), end - begin, grown - begin + end - evaluated
 
@@ -379,22 +386,20 @@ def warm_up(target: Target) -> None:
     prompt = _prompt(target, 64)
     for noise in (None, _NoNoise(target.vocabulary)):
         for chain in (False, True):
-            drafter = Adaptive(rows=8, window_size=0, chain=chain)
+            settings = AdaptiveSettings(rows=8, window_size=0, chain=chain)
             target.prefill([(0, [0])])
             try:
-                for _ in drafted_steps(target, drafter, 4, noise):
+                for _ in drafted_steps(target, settings, 4, noise):
                     pass
             finally:
                 target.release(0)
             # A longer sequence enlarges the tables.
             long = Start(8 * prompt, 0, vocabulary=target.vocabulary, noise=noise)
-            drafter.start(long).draft(8)
+            AdaptiveDraftState(settings, None, long).draft(8)
 
 
 def compile_all() -> None:
     """Draft on a target without a model or torch, greedy and with noise."""
-    from ...testing import FakeTarget  # only the process that compiles ahead needs it
-
     warm_up(FakeTarget(512))
 
 

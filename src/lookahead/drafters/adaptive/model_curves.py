@@ -8,46 +8,28 @@ measured when a head is first used, and saved with the curve.
 
 from __future__ import annotations
 
-import json
 import os
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from threading import RLock
 from typing import Any
 
 from ...core import NumericalError, OutOfMemory, SettingsError, Target
+from ...model import Model
 from .cost import TYPICAL_HEAD, CostCurve, is_due, keep_curve, load_curve
 
 #: Devices on which rows are assumed to be nearly free until the curve of a model is measured.
 GPUS = ("cuda", "gpu")
 
 
-def runs_on(model: Any) -> str:
-    """The type of the device that evaluates the layers of a model, as in "cuda"; "gpu" for any GPU in llama.cpp."""
-    return getattr(model, "runs_on", None) or str(getattr(model, "device", "cpu")).partition(":")[0]
-
-
-def runs_on_gpu(model: Any) -> bool:
+def runs_on_gpu(model: Model) -> bool:
     """Whether rows of a model are assumed to be nearly free until its curve is measured."""
-    return runs_on(model) in GPUS
+    return model.runs_on in GPUS
 
 
-def model_key(model: Any, path: str = "") -> str:
-    """The key of a model's cost curve: shape, dtype, device and code path, but not the weights' values.
-
-    Args:
-        model: a loaded model.
-        path: ``cost_path`` of the target that evaluates it.
-    """
-    parts = [type(model).__name__, config_key(model.config), *_numbers_of(model), path]
-    options = getattr(getattr(model, "loaded", None), "options", None)  # of a model loaded by llama.cpp
-    for name in ("flash_attn", "cache_type_k", "cache_type_v"):
-        if value := getattr(options, name, None):
-            parts.append(f"{name} {value}")
-    if options is not None:  # the same options run on a GPU or not, depending on how llama.cpp was built
-        parts.append(f"on {model.runs_on}")
-    return "|".join(str(part) for part in parts)
+def curve_key(model: Model, target: Target) -> str:
+    """The key of the cost curve of a model's steps on such a target."""
+    return f"{model.key}|{cost_path(target)}"
 
 
 def cost_path(target: Target) -> str:
@@ -66,33 +48,23 @@ def cost_path(target: Target) -> str:
     return ", ".join(parts)
 
 
-def config_key(config: Any) -> str:
-    """The shape of a model as JSON: the integers of its transformers configuration, and how its weights are
-    quantized; None gives an empty text."""
-    if config is None:
-        return ""
-    entries = config.get_text_config(decoder=True).to_dict().items()
-    shape: dict[str, Any] = {
-        key: value for key, value in entries if isinstance(value, int) and key != "eos_token_id"
-    }
-    quantization = getattr(config, "quantization_config", None)  # a dict or an object of transformers
-    if quantization is not None:
-        shape["quantization_config"] = dict(quantization)
-    return json.dumps(shape, sort_keys=True, default=str)
-
-
-def _numbers_of(model: Any) -> tuple[Any, Any]:
-    """(types of the weights, device)."""
-    return getattr(model, "weights", None) or model.dtype, model.device
-
-
-_of_models: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], CostCurve]] = weakref.WeakKeyDictionary()
 #: Held while curves are compiled for and measured, because two threads that measure at once disturb each other.
 measuring = RLock()
 
 
+def known_curve(model: Model, target: Target) -> CostCurve | None:
+    """The cost curve that ``curve_of`` has found for a model; None before."""
+    curve: CostCurve | None = model.state.get("curves", {}).get(_place(model, target))
+    return curve
+
+
+def _place(model: Model, target: Target) -> tuple[str, ...]:
+    """The key in ``Model.state``: what may change while a model is loaded. ``Model.key`` takes longer to make."""
+    return model.weights, model.device, cost_path(target)
+
+
 def curve_of(
-    model: Any, path: str, make_target: Callable[[], Any], notice: Callable[[str], None]
+    model: Model, target: Target, make_target: Callable[[], Target], notice: Callable[[str], None]
 ) -> CostCurve:
     """The cost curve of a loaded model: read from disk, or measured and saved. Also compiles all code.
 
@@ -101,31 +73,34 @@ def curve_of(
 
     Args:
         model: a loaded model.
-        path: ``cost_path`` of the target that evaluates it, or its ``path`` if a wrapper hides the rest.
-        make_target: returns a new target with a ``vocabulary``; called only for the first drafter of the model.
+        target: a target whose steps the curve is for.
+        make_target: makes a target to measure; called only for the first drafter of the model.
         notice: called with a line of text if the file is damaged or of another machine or version, or if it cannot be
             written.
     """
-    key = (*_numbers_of(model), path)
     with measuring:
-        mine = _of_models.setdefault(model, {})
-        if key not in mine:
+        curve = known_curve(model, target)
+        if curve is None:
             from ...jit import wait_for_compilation  # imports numba
 
             wait_for_compilation()
-            target = make_target()
-            name = model_key(model, cost_path(target))
-            mine[key] = _load_or_measure(target, name, notice, runs_on(model))
-        return mine[key]
+            fresh = make_target()
+            curve = _load_or_measure(fresh, curve_key(model, fresh), notice, model.runs_on)
+            model.state.setdefault("curves", {})[_place(model, target)] = curve
+        return curve
 
 
-def forget_curves(model: Any) -> None:
+def forget_curves(model: Model) -> None:
     """Let ``curve_of`` read the curves of this model from disk again."""
-    _of_models.pop(model, None)
+    model.state.pop("curves", None)
 
 
 def head_cost(
-    head: Any, model: Any, path: str, make_target: Callable[[], Any], notice: Callable[[str], None]
+    head: Any,
+    model: Model,
+    target: Target,
+    make_target: Callable[[], Target],
+    notice: Callable[[str], None],
 ) -> float:
     """The cost of a call of a light head, in plain steps: read with the model's cost curve, or measured and saved.
 
@@ -134,18 +109,18 @@ def head_cost(
 
     Args:
         head: a light head with a ``shape``.
-        model, path, make_target, notice: as for ``curve_of``.
+        model, target, make_target, notice: as for ``curve_of``.
     """
-    curve = curve_of(model, path, make_target, notice)
+    curve = curve_of(model, target, make_target, notice)
     if head.shape not in curve.heads and curve.seconds:
         from .measure import measure_head
 
-        target = make_target()
-        cost = measure_head(target, head)
+        fresh = make_target()
+        cost = measure_head(fresh, head)
         if cost is not None:
             curve = replace(curve, heads={**curve.heads, head.shape: cost})
-            _of_models[model][(*_numbers_of(model), path)] = curve
-            _keep_head(model_key(model, cost_path(target)), head.shape, cost, notice)
+            model.state["curves"][_place(model, target)] = curve
+            _keep_head(curve_key(model, fresh), head.shape, cost, notice)
     return curve.heads.get(head.shape, TYPICAL_HEAD)
 
 

