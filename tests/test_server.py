@@ -71,6 +71,16 @@ def no_end(served):
     return {str(token): -100 for token in served.llm.eos}
 
 
+def banned(llm):
+    """A logits processor that excludes end tokens."""
+
+    def process(ids, scores):
+        scores[0, list(llm.eos)] -= 100
+        return scores
+
+    return process
+
+
 def text_of(answer):
     return [choice["text"] for choice in answer["choices"]]
 
@@ -750,6 +760,19 @@ def test_the_models_full_name_is_accepted_unless_another_is_set(llm):
         assert post(served, status=404, model="org/toy")["error"]["code"] == "model_not_found"
 
 
+def test_paths_as_other_servers_have_them(served):
+    for path in ("/health", "/readyz", "/livez"):
+        for method in ("GET", "HEAD"):
+            assert httpx.request(method, f"{served.url}{path}").status_code == 200
+    for path in ("/completions", "/v1/completions/", "/completions/"):
+        assert text_of(post(served, path)) == text_of(post(served))
+    for path in ("/models", "/v1/models/", "/models/toy"):
+        assert httpx.get(f"{served.url}{path}").status_code == 200, path
+    assert httpx.post(f"{served.url}/chat/completions", json={}).json()["error"]["param"] == "messages"
+    error = httpx.post(f"{served.url}/v1/embeddings", json={"input": "x"}).json()["error"]
+    assert (error["code"], "sentence-transformers" in error["message"]) == ("not_supported", True)
+
+
 def test_tokens_and_back(served):
     found = post(served, "/tokenize", prompt="für 東京", max_tokens=..., temperature=...)
     assert found["tokens"] == served.llm.encode("für 東京")
@@ -943,8 +966,26 @@ def test_a_template_that_rejects_a_chat_names_the_field(llm, monkeypatch):
 def test_time_limits_and_the_end(llm):
     with serving(llm, request_timeout=0.05, max_model_len=1024) as served:
         no_end = {str(token): -100 for token in llm.eos}  # else the completion may end in time
-        late = post(served, status=504, max_tokens=1000, logit_bias=no_end)
-        assert late["error"]["code"] == "timeout"
+        late = post(served, max_tokens=1000, logit_bias=no_end)
+        assert late["choices"][0]["finish_reason"] == "length"
+        tokens = late["usage"]["completion_tokens"]
+        assert 0 < tokens < 1000
+        whole = llm.generate(PROMPT, drafter="off", max_new_tokens=tokens, logits_processor=banned(llm)).text
+        assert late["choices"][0]["text"] == whole
+    with serving(llm, max_concurrent=1) as served, ThreadPoolExecutor(2) as pool:
+        # A request that still waits when its time is over has nothing to return.
+        engine, late = served.server.loop.engine, threading.Event()
+        step = engine.step
+        engine.step = lambda: (engine.waiting and late.wait(20), step())[1]
+        running = pool.submit(post, served, max_tokens=1000, logit_bias=no_end)
+        served.wait(lambda: engine.sequences and engine.sequences[0].tokens)
+        waiting = pool.submit(post, served, status=504)
+        served.wait(lambda: engine.waiting)
+        for sequence in engine.sequences:
+            sequence.added -= 1000
+        late.set()
+        assert waiting.result()["error"]["code"] == "timeout"
+        assert running.result()["choices"][0]["finish_reason"] == "length"
     with serving(llm) as served:
         engine, stopped, found = served.server.loop.engine, threading.Event(), []
         step, steps = engine.step, itertools.count()
@@ -962,6 +1003,7 @@ def test_time_limits_and_the_end(llm):
                     stopped.set()
         assert json.loads(found[-2][6:])["error"]["code"] == "shutting_down"
         assert httpx.get(f"{served.url}/health").status_code == 503
+        assert httpx.get(f"{served.url}/livez").status_code == 200
         assert post(served, status=503)["error"]["code"] == "not_ready"
 
 

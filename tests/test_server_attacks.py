@@ -4,18 +4,32 @@ Every attack goes to a server of this process on 127.0.0.1 and ends by itself.
 """
 
 import asyncio
+import io
+import itertools
+import json
+import logging
 import resource
 import socket
+import sys
+import time
 from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 import lookahead
-from lookahead.server import connections
+from lookahead.drafters.prompt_lookup import PromptLookupDraftState
+from lookahead.server import connections, grammar
 from lookahead.server.app import create_app
+from lookahead.server.grammar import GrammarProcess
+from lookahead.server.logs import log_to_stderr
+from lookahead.server.protocol import ChatRequest, CompletionRequest
+from lookahead.server.responses import Answer
 from lookahead.server.settings import Settings
+from lookahead.text.decoder import TextDecoder
 from serving import serving
+from test_server import chat
 from toy import save
 
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
@@ -96,6 +110,163 @@ def test_a_client_that_reads_nothing_is_disconnected(llm, monkeypatch):
         with half_sent(served, 1, page * 2000) as (connection,):
             served.wait(lambda: not served.http.server_state.connections, 20)
             connection.close()
+
+
+# ------------------------------------------------------------------------------------------ bodies
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": "x"} | {f"k{i}": 1 for i in range(330_000)}),
+        (CompletionRequest, {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(300_000)), "x")}),
+        (CompletionRequest, {"prompt": "x", "metadata": dict.fromkeys(map(str, range(300_000)), 1)}),
+        (CompletionRequest, {"prompt": [""] * 900_000}),
+        (CompletionRequest, {"prompt": [[]] * 900_000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 150_000}]}),
+        (ChatRequest, {"messages": [{}] * 1_000_000}),
+    ],
+    ids=["keys", "biases", "metadata", "prompts", "empty prompts", "parts", "messages"],
+)
+def test_a_large_invalid_body_is_refused_at_its_first_error(kind, body):
+    """Counted in processor time, because other tests run at the same time."""
+    begin = time.thread_time()
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate(body)
+    assert error.value.error_count() < 3
+    assert time.thread_time() - begin < 0.3
+
+
+def deep(levels):
+    value = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("levels", [65, 400, 984, 5000])
+def test_values_that_are_nested_too_deeply_are_refused_or_kept_as_text(served, levels):
+    arguments = '{"a":' * levels + "1" + "}" * levels
+    called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [called]}]
+    assert chat(served, messages=turns, status=200 if levels < 100 else 400)
+    if levels > 400:  # json.dumps cannot write more
+        return
+    schema = deep(levels)
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for field in ({"tools": [tool]}, {"response_format": form}, {"chat_template_kwargs": schema}):
+        assert "nested at most 64" in chat(served, status=400, **field)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"$ref": "#"}, "is not supported"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "is not supported"),
+        ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "is not supported"),
+        ({"const": "ab" * 250_000}, "may have at most 16384 characters"),
+        ({"enum": [f"v{i}" for i in range(60_000)]}, "may have at most 16384 characters"),
+    ],
+    ids=["itself", "circle", "impossible", "long constant", "many values"],
+)
+def test_schemas_that_no_output_follows_or_that_are_too_large(served, schema, said):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert said in chat(served, status=400, response_format=form)["error"]["message"]
+
+
+def test_a_schema_that_never_ends_fails_as_the_clients_error(served):
+    schema = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = httpx.post(
+        f"{served.url}/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "x"}], "response_format": form, "max_tokens": 40},
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "grammar_too_complex"
+    assert "<state>" not in answer.text
+
+
+def test_a_grammar_has_a_limit_of_processor_time(served, monkeypatch):
+    clock = itertools.count(step=0.2)
+    monkeypatch.setattr(grammar, "thread_time", lambda: next(clock))
+    error = chat(served, status=400, response_format={"type": "json_object"}, max_tokens=40)["error"]
+    assert (error["code"], "too much processor time" in error["message"]) == ("grammar_too_complex", True)
+
+
+# ------------------------------------------------------------------------------------------ logs
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    """The lines of the log, as they are written."""
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    saved = {
+        name: logging.getLogger(name) for name in ("lookahead.server", "uvicorn", "asyncio", "py.warnings")
+    }
+    state = {name: (logger.handlers, logger.propagate, logger.level) for name, logger in saved.items()}
+    log_to_stderr()
+    yield stream.getvalue
+    logging.captureWarnings(False)
+    for name, (handlers, propagate, level) in state.items():
+        saved[name].handlers, saved[name].propagate = handlers, propagate
+        saved[name].setLevel(level)
+
+
+MARKER = "zqxmarker"
+
+
+class Quoting(Exception):
+    """An error whose message quotes what was being processed."""
+
+    def __init__(self, *_):
+        super().__init__(f"failed at {MARKER}")
+
+
+def failing(*_, **__):
+    raise Quoting
+
+
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        lambda served, patch: patch.setattr(served.server.loop.engine.target, "forward", failing),
+        lambda served, patch: patch.setattr(served.server.loop.engine.target, "prefill", failing),
+        lambda served, patch: patch.setattr(served.llm.tokenizer, "apply_chat_template", failing),
+        lambda served, patch: patch.setattr(served.llm, "prepare", failing),
+        lambda served, patch: patch.setattr(TextDecoder, "push", failing),
+        lambda served, patch: patch.setattr(GrammarProcess, "__call__", failing),
+        lambda served, patch: patch.setattr(PromptLookupDraftState, "draft", failing),
+        lambda served, patch: patch.setattr(Answer, "take", failing),
+    ],
+    ids=["pass", "prefill", "template", "preparing", "text", "grammar", "drafter", "answer"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_failure_puts_text_into_the_log_or_the_metrics(llm, monkeypatch, logged, breaks, stream):
+    body = {
+        "messages": [{"role": "user", "content": f"{MARKER} x = 1; x = 1; x = 1"}],
+        "response_format": {"type": "json_object"},
+        "lookahead": {"drafter": "prompt-lookup"},
+        "stream": stream,
+        "max_tokens": 20,
+    }
+    with serving(llm) as served:
+        breaks(served, monkeypatch)
+        reply = httpx.post(f"{served.url}/v1/chat/completions", json=body)
+        assert reply.status_code >= 400 or '"error"' in reply.text
+        served.wait(lambda: '"event": "request"' in logged(), 10)
+        pages = logged() + httpx.get(f"{served.url}/metrics").text
+    assert MARKER not in pages
+    assert all(json.loads(line) for line in logged().splitlines())
+
+
+def test_a_request_line_has_the_client_and_the_time_to_the_first_token(served, logged):
+    chat(served, max_tokens=3)
+    served.wait(lambda: '"event": "request"' in logged(), 10)
+    (line,) = [json.loads(line) for line in logged().splitlines()]
+    assert line["client"] == "127.0.0.1"
+    assert 0 < line["first_token_seconds"] <= line["seconds"]
 
 
 # ------------------------------------------------------------------------------------------ the name of the server

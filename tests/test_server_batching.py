@@ -264,6 +264,12 @@ def test_settings_come_from_options_environment_and_file(tmp_path, monkeypatch):
             Settings.read({}, file)
     with pytest.raises(SettingsError, match="exists"):
         Settings.read({}, tmp_path / "nowhere")
+    monkeypatch.setenv("LOOKAHEAD_SERVICE_HOST", "10.0.0.1")  # Kubernetes, for a service with this name
+    assert Settings.read({}).port == 1001
+    with monkeypatch.context() as patch:
+        patch.setenv("LOOKAHEAD_MAX_QUEU", "5")
+        with pytest.raises(SettingsError, match=r"LOOKAHEAD_MAX_QUEU \(did you mean 'max_queue'\?\)"):
+            Settings.read({})
     with pytest.raises(SettingsError, match="drafter must be one of"):
         Settings.read({"drafter": "magic"})
     assert Settings.read({"drafter": "code", "max_pool_keys": 5}).drafting() == Lookahead.preset(

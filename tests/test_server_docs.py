@@ -66,6 +66,10 @@ def test_the_files_of_deploy_are_whole():
         assert all((ROOT / name).exists() for name in copied.split()), copied
     for name in re.findall(r"LOOKAHEAD_(\w+)=", docker):
         assert name.lower() in {field.name for field in fields(Settings)}
+    # A new volume has the owner of the folder in the image, so it must exist and belong to the user.
+    (cache,) = [volume.split(":")[1] for volume in compose["services"]["lookahead"]["volumes"]]
+    assert re.search(rf"install -d -o lookahead -g lookahead {cache}$", docker, re.M)
+    assert f"XDG_CACHE_HOME={cache}" in docker
     assert "lookahead serve" in (DEPLOY / "lookahead.service").read_text()
 
 

@@ -10,7 +10,7 @@ import typer
 from ..core import SettingsError
 from ..server.settings import Settings
 from .adapter import with_options
-from .console import note
+from .console import note, stderr
 
 
 @with_options()
@@ -47,4 +47,4 @@ def serve(
     given = {name: value for name, value in vars(settings).items() if was_given(name)}
     chosen = Settings.read(given, config)
     quiet()
-    serve_http(chosen, note)
+    serve_http(chosen, note if stderr().is_terminal else None)  # the log, which is JSON

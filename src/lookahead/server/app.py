@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -30,7 +31,8 @@ from ..text.prompts import has_chat_template
 from .api_errors import Refused, error_body, error_response, status_of
 from .connections import http_config
 from .engine_thread import EngineThread
-from .gate import Gate, log_to_stderr
+from .gate import Gate
+from .logs import log_failure, log_to_stderr
 from .protocol import (
     ChatRequest,
     CompletionRequest,
@@ -52,6 +54,7 @@ REQUESTS: dict[str, type[BaseModel]] = {
 }
 #: A branch of a union in the path of an error, which is not a field.
 BRANCH = re.compile(r"(str|constrained-str|NamedTool|AllowedToolChoice)$|list\[|literal\[|function-")
+log = logging.getLogger("lookahead.server")
 PAGE = Path(__file__).with_name("page.html")
 #: Logged status of a request whose client disconnected (as in nginx).
 GONE = 499
@@ -176,8 +179,14 @@ async def _stream(
         if answer.usage_asked:
             yield answer.chunk(usage=answer.usage())
         yield sse(b"[DONE]")
-    except LookaheadError as error:
-        record["error"] = str(error)
+    except Exception as failed:
+        error: LookaheadError = Refused("the server failed; see its log", 500, "internal")
+        if isinstance(failed, LookaheadError):
+            error = failed
+        else:
+            log_failure("a stream failed", failed, server.settings.log_text)
+        # A message may quote the completion, so that only its client gets it.
+        record["error"] = str(error) if server.settings.log_text else status_of(error)[1]
         yield sse(error_body(str(error), *status_of(error)))
     finally:
         _close(server, answer, record)
@@ -189,6 +198,9 @@ def _close(server: Server, answer: Answer, record: dict[str, Any]) -> None:
     usage = answer.usage()
     record |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
     record["finish"] = [part.finish for part in answer.parts]
+    waits = [one.first_token - one.added for one in answer.sequences if one.first_token is not None]
+    if waits:
+        record["first_token_seconds"] = round(min(waits), 4)
     if server.settings.log_text:
         record["texts"] = [part.shown for part in answer.parts]
 
@@ -247,6 +259,15 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
             "chat_template": has_chat_template(server.ready.llm.tokenizer),
         }
 
+    @app.post("/v1/embeddings")
+    async def embeddings() -> Response:
+        raise Refused(
+            "this server generates text and has no embeddings; use a library with an embedding model, such as "
+            "sentence-transformers",
+            400,
+            "not_supported",
+        )
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [described()]}
@@ -257,7 +278,15 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
         return described()
 
     # Monitoring; the gate requires no key for these paths.
+    @app.head("/livez", include_in_schema=False)
+    @app.get("/livez")
+    async def livez() -> Response:
+        return Response(status_code=200)
+
+    @app.head("/health", include_in_schema=False)
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/health")
+    @app.get("/readyz")
     async def health() -> Response:
         if (refusal := server.loop.refusal) is not None:
             raise refusal
@@ -320,15 +349,18 @@ class _Uvicorn(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop.stop(self._seconds)
+        # Connections stay open meanwhile, and new requests on them get status 503.
+        while self._loop.engine is not None and self._loop.is_alive and not self.force_exit:
+            await asyncio.sleep(0.02)
         await super().shutdown(sockets)
 
 
-def serve(settings: Settings, say: Callable[[str], None] = lambda line: None) -> None:
+def serve(settings: Settings, say: Callable[[str], None] | None = None) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
         settings: the server's settings.
-        say: receives a line before the model is loaded, and one when the server is ready.
+        say: receives a line before the model is loaded, and one when the server is ready; None to log them.
 
     Raises:
         SettingsError: the address is not free, or the model cannot be loaded.
@@ -348,7 +380,7 @@ def serve(settings: Settings, say: Callable[[str], None] = lambda line: None) ->
     config = http_config(app, timeout_graceful_shutdown=int(settings.shutdown_timeout) + 5)
     http = _Uvicorn(config, server.loop, settings.shutdown_timeout)
     server.failed = lambda: setattr(http, "should_exit", True)
-    server.say = say
+    say = server.say = say if say is not None else log.info
     model = settings.model or "the default model"
     address = f"http://{host}:{listening.getsockname()[1]}"
     server.address = address

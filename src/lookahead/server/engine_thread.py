@@ -14,6 +14,7 @@ from time import monotonic
 from ..core import Engine, LookaheadError, PassFailed, Request, Sequence, Update
 from ..llm import LLM
 from .api_errors import Refused
+from .logs import log_failure
 from .metrics import Metrics
 from .settings import Settings
 
@@ -47,6 +48,8 @@ class EngineThread:
         self._stop_at: float | None = None
         self.engine: Engine | None = None
         self.error: BaseException | None = None
+        #: Sequences ended by their deadline.
+        self._late: set[Sequence] = set()
         self._thread = threading.Thread(target=self._run, name="lookahead-loop", daemon=True)
 
     @property
@@ -64,6 +67,11 @@ class EngineThread:
             what = "the model is not ready" if self._stop_at is None else "the server is shutting down"
             return Refused(f"{what}; try again later", 503, "not_ready", 5)
         return None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
 
     @property
     def load_state(self) -> tuple[int, int]:
@@ -184,12 +192,14 @@ class EngineThread:
                 engine.cancel(sequence, Refused("the server is shutting down", 503, "shutting_down"))
             elif now - sequence.added >= self._settings.request_timeout:
                 late = f"the request took longer than {self._settings.request_timeout:g} seconds"
-                engine.cancel(sequence, Refused(late, 504, "timeout"))
+                # A completion that has begun is returned, and ends as at any other limit.
+                engine.cancel(sequence, None if sequence.tokens else Refused(late, 504, "timeout"))
+                self._late.add(sequence)
 
     def _end_all(self, engine: Engine, error: BaseException) -> None:
         """End all sequences after an error of the loop, because nothing will decode them."""
         ended = LookaheadError(f"the server failed ({error!r}); see its log")
-        log.error("the decoding loop failed; all requests end", exc_info=error)
+        log_failure("the decoding loop failed; all requests end", error, self._settings.log_text)
         # A request that passed the check of ``ready`` before the error is in the queue once the lock is free.
         with self._wake:
             sequences = engine.sequences
@@ -200,10 +210,14 @@ class EngineThread:
             try:
                 self._deliver(engine, update)
             except Exception:
-                log.exception("failed to notify a request of the error")
+                log.error("failed to notify a request of the error")
 
     def _deliver(self, engine: Engine, update: Update) -> None:
         if update.result is not None:
+            if update.sequence in self._late:
+                self._late.remove(update.sequence)
+                if update.result.finish_reason == "cancelled":
+                    update.result.finish_reason = "length"
             self._metrics.ended(update.sequence, update.result)
         deliver: Callable[[Update], None] = update.sequence.request.tag
         try:
@@ -211,12 +225,11 @@ class EngineThread:
         except RuntimeError:  # the event loop that serves the client is closed
             engine.cancel(update.sequence)
 
-    @staticmethod
-    def _log_failures(updates: abc.Sequence[Update]) -> None:
+    def _log_failures(self, updates: abc.Sequence[Update]) -> None:
         """Log the traceback of each error once."""
         errors = {id(u.result.error): u.result.error for u in updates if u.result is not None}
         for error in errors.values():
             if error is None or error.__cause__ is None:
                 continue
             what = "its requests end" if isinstance(error, PassFailed) else "its request ends"
-            log.error("%s; %s", error, what, exc_info=error.__cause__)
+            log_failure(f"{type(error).__name__}; {what}", error.__cause__, self._settings.log_text)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hmac
-import json
 import logging
 import re
 import uuid
 from collections.abc import Callable
 from ipaddress import ip_address
-from time import monotonic, time
+from time import monotonic
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -17,13 +16,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_errors import Refused, error_response
+from .logs import log_failure
 from .metrics import Metrics
 from .settings import Settings
 
 log = logging.getLogger("lookahead.server")
 
 #: Paths that need neither the key nor a loaded model.
-OPEN = ("/", "/health", "/metrics", "/version", "/openapi.json")
+OPEN = ("/", "/health", "/livez", "/readyz", "/metrics", "/version", "/openapi.json")
 
 
 class Gate:
@@ -65,6 +65,7 @@ class Gate:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         name = given if 0 < len(given) <= 64 and given.isascii() and given.isprintable() else uuid.uuid4().hex
+        scope["path"] = self._route_of(scope["path"])
         # What the log line needs. The application adds fields to the record.
         begin = monotonic()
         status = 0
@@ -93,20 +94,28 @@ class Gate:
         try:
             refusal = self._refusal(scope["path"], headers)
             await (refusal if refusal is not None else self._app)(scope, counted, answered)
-        except Exception:
-            log.exception("request %s failed", name)
+        except Exception as error:
+            log_failure(f"request {name} failed", error, self._settings.log_text)
             if not status:
                 await error_response("the server failed; see its log", 500, "internal")(
                     scope, receive, answered
                 )
         finally:
             path = scope["path"] if scope["path"] in self._routes else "other"
+            client = (scope.get("client") or ("",))[0]
             self._metrics.http.labels(path, str(status or 499)).inc()
-            line = {"id": name, "method": scope["method"], "path": path, "status": status or 499}
+            line = {"id": name, "client": client, "method": scope["method"], "path": path}
+            line |= {"status": status or 499}
             if path not in OPEN:  # monitoring polls these every few seconds
                 log.info(
                     "request", extra={"record": line | {"seconds": round(monotonic() - begin, 4)} | record}
                 )
+
+    def _route_of(self, path: str) -> str:
+        """The route of a path that lacks /v1, or ends with a slash, as some clients write it."""
+        path = path.rstrip("/") or "/"
+        known = f"/v1{path}" in self._routes or path.startswith("/models/")
+        return f"/v1{path}" if path not in self._routes and known else path
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Response | None:
         """The response that rejects a request, decided without reading its body; None to accept it."""
@@ -152,27 +161,3 @@ def _is_address(name: str) -> bool:
 
 def _is_local(host: str) -> bool:
     return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object per line: time, level, event, and the fields of the record."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {"time": round(time(), 3), "level": record.levelname.lower(), "event": record.getMessage()}
-        line |= getattr(record, "record", {})
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-def log_to_stderr() -> None:
-    """Write the log lines of this server, uvicorn and asyncio, and Python's warnings, as JSON to stderr."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines())
-    logging.captureWarnings(True)
-    others = [(name, logging.WARNING) for name in ("uvicorn", "asyncio", "py.warnings")]
-    for name, level in (("lookahead.server", logging.INFO), *others):
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.propagate = False
-        logger.setLevel(level)

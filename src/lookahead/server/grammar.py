@@ -7,14 +7,17 @@ an ordinary logits processor, so drafting works with it.
 from __future__ import annotations
 
 import json
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..core import SettingsError
+from .api_errors import Refused
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -24,7 +27,14 @@ COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 
 
 #: Largest schema or grammar in characters: the time of a mask grows with it.
-LARGEST = 1 << 15
+LARGEST = 1 << 14
+#: Largest number of items that llguidance's parser may hold for a token.
+MOST_ITEMS = 5000
+#: Processor seconds for the masks of a completion, and what each token adds.
+ALLOWANCE = 0.25
+ALLOWANCE_PER_TOKEN = 0.005
+#: Annotations of a schema, which do not restrict the output.
+ANNOTATIONS = ("description", "title", "$comment")
 #: How voluntary calls begin and end, as in ``tools``: what the model writes first, the whole beginning, and the end.
 CALLS = (("<tool_call>", "<tool_call>", "</tool_call>"), ('```json\n{"name"', "```json\n", "\n```"))
 
@@ -55,6 +65,7 @@ class Grammars:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
+        self._pool = ThreadPoolExecutor(thread_name_prefix="lookahead-grammar")
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -86,24 +97,28 @@ class Grammars:
             SettingsError: llguidance is not installed, or does not support the tokenizer or the constraint.
         """
         tokenizer = self._tokenizer  # first, because its error names the missing package
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        text = constraint.value if isinstance(constraint.value, str) else json.dumps(constraint.value)
+        text = constraint.value if isinstance(constraint.value, str) else json.dumps(_bare(constraint.value))
         if len(text) > LARGEST:
             raise SettingsError(
-                f"{constraint.param}: a schema or grammar may have at most {LARGEST} characters, got {len(text)}"
+                f"{constraint.param}: a schema or grammar may have at most {LARGEST} characters, without "
+                f"descriptions, got {len(text)}"
             )
+        # Errors of a matcher quote the tokens that it has read, which must not reach a log.
+        limits = LLParserLimits(step_max_items=MOST_ITEMS, verbose_errors=False)
         try:
-            matcher = LLMatcher(tokenizer, self._grammar(constraint.kind, text), log_level=0)
-            matcher.compute_bitmask()  # some errors appear with the first mask
-            problem = matcher.get_error() if matcher.is_error() else ""
+            matcher = LLMatcher(tokenizer, self._grammar(constraint.kind, text), log_level=0, limits=limits)
+            # Some errors appear with the first mask. A grammar may also allow nothing.
+            mask = matcher.compute_bitmask()
+            problem = matcher.get_error() or ("" if any(mask) else "it allows no output")
         except ValueError as error:
             problem = str(error)
         if problem:
             raise SettingsError(
-                f"{constraint.param}: the {constraint.name} is not supported: {problem.partition('<state>')[0][:200]}"
+                f"{constraint.param}: the {constraint.name} is not supported: {problem.strip().splitlines()[0][:200]}"
             )
-        return GrammarProcess(matcher, self._llm.vocabulary)
+        return GrammarProcess(matcher, mask, self._llm.vocabulary, constraint.param, self._pool)
 
     @staticmethod
     def _grammar(kind: str, text: str) -> str:
@@ -129,30 +144,94 @@ class Grammars:
         )
 
 
-class GrammarProcess:
-    """A logits processor that follows one completion token by token."""
+def _bare(schema: Any) -> Any:
+    """A schema without annotations. Constants stay as they are."""
+    if isinstance(schema, list):
+        return [_bare(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in ("const", "enum") else _bare(value)
+        for key, value in schema.items()
+        if not (key in ANNOTATIONS and isinstance(value, str))
+    }
 
-    def __init__(self, matcher: Any, vocabulary: int) -> None:
+
+class GrammarProcess:
+    """A logits processor that follows one completion token by token.
+
+    The mask of the next token is computed in another thread as soon as a token is emitted (``accept``), while other
+    sequences are decoded. Its processor time is limited.
+
+    Args:
+        matcher: llguidance's matcher, at the start.
+        mask: its first mask.
+        vocabulary: V.
+        param: the field of the request that demands the grammar.
+        pool: computes the masks.
+    """
+
+    def __init__(self, matcher: Any, mask: bytes, vocabulary: int, param: str, pool: Executor) -> None:
         self._matcher = matcher
+        self._first = mask
         self._vocabulary = vocabulary
+        self._param = param
+        self._pool = pool
+        self._left = ALLOWANCE
+        self._mask: Future[bytes] | None = None
+        #: The number of tokens read, prompt included; None before the first call.
         self._seen: int | None = None
 
     def copy(self) -> GrammarProcess:
         """The same processor at its start, for another completion."""
-        return GrammarProcess(self._matcher.deep_copy(), self._vocabulary)
+        return GrammarProcess(
+            self._matcher.deep_copy(), self._first, self._vocabulary, self._param, self._pool
+        )
+
+    def accept(self, token: int) -> None:
+        """Read an emitted token, and begin to compute the mask of the next one. ``Request.finished`` calls this."""
+        assert self._seen is not None
+        self._seen += 1
+        self._mask = self._pool.submit(self._advance, token, self._mask)
+
+    def _advance(self, token: int, before: Future[bytes] | None) -> bytes:
+        """The mask after a token."""
+        if before is not None:
+            before.result()  # raises its error; the computation has ended
+        begin = thread_time()
+        accepted = self._matcher.consume_token(token)
+        mask: bytes = self._matcher.compute_bitmask()
+        self._left -= thread_time() - begin - ALLOWANCE_PER_TOKEN
+        if not accepted or self._matcher.is_error():
+            reason = self._matcher.stop_reason()
+            raise Refused(
+                f"{self._param}: the output cannot be continued under the grammar ({reason}); simplify it",
+                400,
+                "grammar_too_complex",
+                param=self._param,
+            )
+        if self._left < 0:
+            raise Refused(
+                f"{self._param}: the grammar takes too much processor time "
+                f"(more than {ALLOWANCE} s and {ALLOWANCE_PER_TOKEN} s for each token); simplify it",
+                400,
+                "grammar_too_complex",
+                param=self._param,
+            )
+        return mask
 
     def __call__(self, ids: Any, scores: Any) -> Any:
         """Scores (1, V) after ids (1, L), with -inf for tokens that the grammar forbids.
 
         Raises:
-            SettingsError: the grammar rejects a token that was emitted.
+            Refused: the grammar rejects a token that was emitted, or takes too much time.
         """
-        if self._seen is not None:
-            for token in ids[0, self._seen :].tolist():
-                if not self._matcher.consume_token(token):
-                    raise SettingsError(f"the grammar cannot continue: {self._matcher.get_error()[:200]}")
-        self._seen = ids.shape[1]
-        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._seen is None:
+            self._seen = ids.shape[1]
+        for token in ids[0, self._seen :].tolist():
+            self.accept(token)
+        mask = self._first if self._mask is None else self._mask.result()
+        packed = np.frombuffer(mask, np.uint8)
         allowed = np.unpackbits(packed, count=self._vocabulary, bitorder="little").astype(bool)
         scores[0, ~allowed] = float("-inf")  # both an array and a tensor can be indexed by an array
         return scores

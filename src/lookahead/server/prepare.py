@@ -248,8 +248,11 @@ class Preparer:
         seed = random.getrandbits(62) if body.seed is None else body.seed
         requests = []
         for index, ids in enumerate(ids for ids in prompts for _ in range(body.n or 1)):
-            options = self._options(body, ids, max_tokens, grammar)
+            follow = grammar.copy() if grammar is not None else None
+            options = self._options(body, ids, max_tokens, follow)
             request = self.llm.prepare(ids, options, seed + index if options.sampled else None)
+            if follow is not None:
+                request.finished = follow.accept
             if body.stop_token_ids:
                 request.eos |= frozenset(body.stop_token_ids)
             if logprobs is not None:
@@ -274,7 +277,7 @@ class Preparer:
                 penalties(len(ids), body.presence_penalty or 0.0, body.frequency_penalty or 0.0)
             )
         if grammar is not None:
-            processors.append(grammar.copy())
+            processors.append(grammar)
         room = self.context - len(ids)
         most = room if max_tokens is None else min(max(max_tokens, 1), room)
         given: dict[str, Any] = {

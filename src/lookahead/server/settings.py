@@ -4,6 +4,7 @@ of precedence."""
 # ruff: noqa: RUF009
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import inf
@@ -15,6 +16,9 @@ from ..core.errors import nearest
 from ..drafters import as_drafter
 from ..option import COUNT, KEPT, YES_OR_NO, at_least, offered, option
 from ..options import DrafterOptions, LoadOptions, MachineOptions, prefix_cache_option
+
+#: The beginning of the names of environment variables.
+PREFIX = "LOOKAHEAD_"
 
 
 def _seconds(value: Any) -> bool:
@@ -40,6 +44,20 @@ def _host(given: str) -> bool:
 
 KEY = ("at least 1 character, without spaces at its ends; leave it out for none", _trimmed)
 HOST = ("an address or a host name; 0.0.0.0 is all addresses", _host)
+
+
+def _check_variables(known: set[str]) -> None:
+    """Reject LOOKAHEAD_* variables that are probably misspelt. Others may be an orchestrator's, for a service's name.
+
+    Raises:
+        SettingsError: the name of a variable is similar to that of a setting.
+    """
+    given = [name.removeprefix(PREFIX).lower() for name in sorted(os.environ) if name.startswith(PREFIX)]
+    for name in given:
+        if name not in known and (meant := nearest(name, known)):
+            raise SettingsError(
+                f"unknown variable {PREFIX}{name.upper()}{meant}; unset it, or correct its name"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +150,7 @@ class Settings(MachineOptions, DrafterOptions):
 
         # Options first, then the environment, then the file.
         class Sources(BaseSettings):
-            model_config = SettingsConfigDict(env_prefix="LOOKAHEAD_", extra="forbid")
+            model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid")
 
             @classmethod
             def settings_customise_sources(
@@ -165,6 +183,7 @@ class Settings(MachineOptions, DrafterOptions):
             raise SettingsError(f"{name}: {first['msg']}{shown}") from None
         except Exception as error:  # PyYAML's errors, and a file that is not a mapping
             raise SettingsError(f"--config must be a YAML file of settings; {config}: {error}") from None
+        _check_variables(set(declared) | {"config"})
         settings = cls(**values.model_dump(exclude_unset=True))
         settings.loading()
         return settings
