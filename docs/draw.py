@@ -215,7 +215,7 @@ def draw_rows() -> str:
     curve = CostCurve({0: {rows: ms / times[1] for rows, ms in times.items()}})
     lines = ["rows k    F(k)    c(k)    F(k) / c(k)    F(k) - r c(k)"]
     for k in (1, 2, 3, 4, 6, 8, 12, 16):
-        expected, cost = sum(best[:k]), curve.cost(k)
+        expected, cost = sum(best[:k]), float(curve.pass_cost(k))
         lines.append(f"{k:>6}{expected:>8.2f}{cost:>8.2f}{expected / cost:>15.2f}{expected - cost:>17.2f}")
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import lookahead
-from lookahead import Adaptive, AdaptiveState, light_head
+from lookahead import Adaptive, AdaptiveState
 from lookahead.drafters.adaptive.base_files import base_table_of
 from lookahead.drafters.adaptive.calibration import (
     ANSWERED,
@@ -35,6 +35,7 @@ from lookahead.drafters.adaptive.calibration import (
     STATES,
     ZONES,
 )
+from lookahead.drafters.adaptive.sources.head_file import HeadWeights
 
 OUT = Path(__file__).parents[1] / "src/lookahead/drafters/adaptive/priors.json"
 #: Categories of Spec-Bench; the others contain prompts of measured data sets.
@@ -141,7 +142,7 @@ def main() -> None:
 
     # Decode the prompts with one shared state.
     llm = lookahead.load(options.model, dtype=options.dtype)
-    light_head.head_cost = lambda *given: 0.0  # use the head everywhere, not only where it pays off
+    HeadWeights.parameter_count = 0  # use the head everywhere, not only where it pays off
     state = AdaptiveState()
     table = base_table_of(llm.model.config, llm.vocabulary)
     for sampled in (False, True):

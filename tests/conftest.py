@@ -152,20 +152,20 @@ def own_cache_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def typical_curves():
-    """Give models the typical cost curve, which does not depend on how busy the machine is."""
-    import typical_curves
+def assumed_curves():
+    """Give models the assumed cost curve, which does not depend on how busy the machine is."""
+    import assumed_curves
 
-    typical_curves.use()
+    assumed_curves.use()
 
 
 @pytest.fixture
 def measured_curves(monkeypatch):
     """Measure the cost curves of models."""
-    import typical_curves
+    import assumed_curves
     from lookahead.drafters.adaptive import model_curves
 
-    monkeypatch.setattr(model_curves, "_load_or_measure", typical_curves.load_or_measure)
+    monkeypatch.setattr(model_curves, "load_or_measure", assumed_curves.load_or_measure)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import traceback
 
-import typical_curves
+import assumed_curves
 
 #: What the fork server imports: nothing that starts a thread or reads a single test's environment.
 PRELOAD = [
@@ -44,7 +44,7 @@ def forks():
 
 
 def _send_result(pipe, function, arguments):
-    typical_curves.use()
+    assumed_curves.use()
     try:
         pipe.send((function(*arguments), None))
     except BaseException:
@@ -81,7 +81,7 @@ def _command(arguments, stdout, stderr, environment, folder):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
     sys.argv = ["lookahead", *arguments]
-    typical_curves.use()
+    assumed_curves.use()
     from lookahead.cli import main
 
     try:

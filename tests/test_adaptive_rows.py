@@ -115,7 +115,7 @@ def test_pauses_grow_until_unused_trees_cost_little_and_end_with_a_draft(draftin
 
 def test_one_row_also_costs_the_drafting_of_the_tree_that_it_leaves_unused():
     """If the 0.08 already spent were ignored, a second row at 0.12 would need a probability of 0.12."""
-    curve = CostCurve({0: {1: 1.0, 2: 1.12, 64: 9.5}}, drafting=0.08)
+    curve = CostCurve({0: {1: 1.0, 2: 1.04, 64: 9.5}}, drafting=0.08)
     state = Adaptive(for_model=ForModel(curve)).start(Start([1, 2, 3], 4, vocabulary=64))
     state.draft(64)
     costs = state._grower.memory.costs
@@ -168,7 +168,7 @@ def test_texts_are_equal_and_cost_no_more_than_plain_decoding(curve):
         (plain,) = run(target, [Request([1, 2, 3], Plain(), 200)])
         rows, sequence = rows_of(target, curve)
         assert sequence.tokens == plain.tokens
-        cost = sum(curve.cost(k) for k in rows)
+        cost = sum(curve.pass_cost(k) for k in rows)
         assert cost <= 1.08 * len(plain.tokens)
 
 
@@ -249,11 +249,10 @@ def test_positions_are_not_the_depth_of_a_tree(family, path):
 def test_the_cost_of_steps_in_exact_mode_is_measured():
     model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=1024)
     target = make_target(model, path="exact")
-    measured = measure.measure(target, rows=(4,), contexts=(64,), sequences=(), rounds=2)
-    assert set(measured.seconds) == {(1, 64, 1), (1, 64, 4)}
-    points = []
+    curve, _ = measure.measure(target, 0.1)
+    assert set(curve.rows) == {64, 512}
     tested = SimpleNamespace(target=target, name="it", dtype="float32", max_positions=1024)
-    records = step_cost.measure(tested, (64, 1020), (1, 4), lambda *given: points.append(given))
+    records = step_cost.measure(tested, (64, 1020), (1, 4), lambda *given: None)
     assert [(record["context"], record["rows"]) for record in records] == [(64, 1), (64, 4)]
 
 
@@ -268,7 +267,7 @@ def test_the_cost_of_steps_in_exact_mode_is_measured():
         (False, None, "CPU", False),
     ],
 )
-def test_llama_cpp_on_a_gpu_has_the_curve_of_a_gpu(monkeypatch, offload, layers, device, gpu):
+def test_llama_cpp_on_a_gpu_has_the_curve_of_a_gpu(offload, layers, device, gpu):
     weights = object.__new__(Weights)
     weights.library = SimpleNamespace(llama_supports_gpu_offload=lambda: offload)
     weights.options, weights.layers = SimpleNamespace(n_gpu_layers=layers), 30
@@ -276,7 +275,3 @@ def test_llama_cpp_on_a_gpu_has_the_curve_of_a_gpu(monkeypatch, offload, layers,
     model = FakeModel()  # its logits are on the CPU
     model.runs_on = weights.runs_on
     assert Preparation(model, True, FakeTarget).row_budget(1) == (256 if gpu else 64)
-    measured = measure.measure(
-        FakeTarget(4000), rows=(2,), contexts=(8,), sequences=(), rounds=1, device=model.runs_on
-    )
-    assert measured.sustained == (1.0 if gpu else measure.SUSTAINED)

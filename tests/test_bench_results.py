@@ -12,7 +12,6 @@ from gguf_files import write_gguf
 from lookahead import LLM
 from lookahead.bench import ModelUnderTest, Records, RunOptions, run, step_cost, summarise
 from lookahead.cli import app
-from lookahead.drafters.adaptive import measure
 from lookahead.testing import FakeTarget, tiny_model
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -85,8 +84,7 @@ def test_colours_can_be_told_apart():
 
 
 @pytest.mark.parametrize("path", ["auto", "transformers"])
-def test_step_costs_are_a_table(path, monkeypatch):
-    monkeypatch.setattr(measure, "STEADY", 0.0)  # every point is measured again
+def test_step_costs_are_a_table(path):
     model = ModelUnderTest.of(LLM(tiny_model()), path=path)
     records = step_cost.measure(model, (16, 32, 100_000), (1, 8), lambda *told: None)
     assert [(r["context"], r["rows"]) for r in records] == [(16, 1), (16, 8), (32, 1), (32, 8)]

@@ -214,7 +214,7 @@ def test_one_row_too_many_is_an_error_and_keeps_what_there_is():
     assert len(ours.tokens) == 1
 
 
-@pytest.mark.parametrize("budget", [64, lambda sequences: CostCurve.unmeasured().budget(sequences)])
+@pytest.mark.parametrize("budget", [64, lambda sequences: CostCurve.assumed(True).budget(sequences)])
 def test_running_out_of_memory_with_one_row_ends_only_the_longest_sequence(budget):
     """Another sequence, whose prompt is being evaluated, goes on."""
 

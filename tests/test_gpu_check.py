@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+import assumed_curves
 import lookahead
-import typical_curves
 from lookahead.core import SettingsError
 from processes import forks
 
@@ -225,7 +225,7 @@ def program(words, out):
     for number in (1, 2):
         os.dup2(out.fileno(), number)
     sys.argv = words
-    typical_curves.use()
+    assumed_curves.use()
     runpy.run_path(words[0], run_name="__main__")
 
 

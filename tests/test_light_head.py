@@ -3,6 +3,9 @@
 import hashlib
 import json
 import runpy
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -16,15 +19,16 @@ from safetensors.numpy import load_file, save_file
 import lookahead
 from learned import random_head
 from lookahead.core import Request, SettingsError, Start, TokenTree
-from lookahead.cpu.compiled_head import MAX_ROWS
+from lookahead.cpu.compiled_head import MAX_ROWS, CompiledHead
 from lookahead.cpu.target import CpuTarget
 from lookahead.drafters import Adaptive, Plain
-from lookahead.drafters.adaptive import base_files, heads
+from lookahead.drafters.adaptive import base_files, heads, model_curves
 from lookahead.drafters.adaptive.calibration import GREEDY_GUESSES
+from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.drafters.adaptive.for_model import ForModel
 from lookahead.drafters.adaptive.heads import head_of, make_head, own_head_file
 from lookahead.drafters.adaptive.sources.base_table import open_table
-from lookahead.drafters.adaptive.sources.head_file import QUANTIZE, from_blocks, load_head
+from lookahead.drafters.adaptive.sources.head_file import QUANTIZE, HeadWeights, from_blocks, load_head
 from lookahead.drafters.adaptive.sources.light_head import sampled_guess_kinds
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.drafters.prepare import Preparation
@@ -475,7 +479,7 @@ def llm(models):
 
 
 def test_texts_with_a_head_are_those_of_plain_decoding(llm, file, monkeypatch):
-    monkeypatch.setattr(heads, "head_cost", lambda *given: 0.0)  # for this model, it costs too much
+    monkeypatch.setattr(HeadWeights, "parameter_count", 0)  # for this model, it costs too much
     drafter = Adaptive(rows=8, head=str(file))
     for options in ({}, {"temperature": 0.8, "seed": 3}):
         plain = llm.generate([5, 6, 7], drafter="plain", max_new_tokens=40, **options)
@@ -491,6 +495,28 @@ def test_a_text_names_the_head(file):
     for wrong in (3, ""):
         with pytest.raises(SettingsError, match="head must be"):
             Adaptive(head=wrong)
+
+
+def test_rows_are_the_same_next_to_a_busy_process(llm, file, monkeypatch):
+    """The cost of a call follows from the sizes, and no clock is read."""
+    monkeypatch.setattr(model_curves, "load_or_measure", lambda *given: CostCurve({8: {1: 1.0, 64: 1.1}}))
+    monkeypatch.setattr(HeadWeights, "parameter_count", 9)
+
+    def rows():
+        llm.model.state.clear()
+        result = llm.generate([5, 6, 7], max_new_tokens=60, drafter=Adaptive(head=str(file)))
+        return result.stats.rows_per_step, result.stats.drafter["head_calls"]
+
+    quiet = rows()
+    assert quiet[1] > 0
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    guess = CompiledHead.guess
+    monkeypatch.setattr(CompiledHead, "guess", lambda *given: (time.sleep(0.003), guess(*given))[1])
+    try:
+        assert rows() == quiet
+    finally:
+        busy.kill()
+        busy.wait()
 
 
 @pytest.mark.parametrize("problem", ["missing", "damaged", "another model"])
@@ -513,13 +539,13 @@ def test_auto_takes_the_head_of_this_model_if_there_is_one(models, tmp_path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     said = []
     model = quantize_model(models["module"], "q8_0")
-    assert head_of(model, CpuTarget, "auto", model.make_target, said.append) is None
+    assert head_of(model, CpuTarget, "auto", said.append) is None
     model = quantize_model(models["module"], "q8_0")
     own_head_file(model.shape.name).parent.mkdir(parents=True)
     weights().save(own_head_file(model.shape.name))
-    head = head_of(model, CpuTarget, "auto", model.make_target, said.append)
-    assert head.cost > 0
-    assert head is head_of(model, CpuTarget, "auto", model.make_target, said.append)
+    head = head_of(model, CpuTarget, "auto", said.append)
+    assert head.cost == pytest.approx(weights().parameter_count / model.parameter_count)
+    assert head is head_of(model, CpuTarget, "auto", said.append)
     assert own_head_file(model.shape.name) == own_head_file(models["module"].shape.name)
     assert not said
 
@@ -535,7 +561,7 @@ def test_a_damaged_head_is_replaced_by_the_included_one(models, tmp_path, monkey
     own.write_bytes(b"x" * 40)
     weights().save(included)
     said = []
-    assert head_of(model, CpuTarget, "auto", model.make_target, said.append).cost > 0
+    assert head_of(model, CpuTarget, "auto", said.append).cost > 0
     (line,) = said
     assert line.startswith(f"{own} is not a light head: ")
     assert line.endswith(
@@ -550,7 +576,7 @@ def test_a_head_on_a_path_without_hidden_states_is_said_once(models, target, wan
     said = []
     model = quantize_model(models["module"], "q8_0")
     for _ in range(2):
-        assert head_of(model, target, wanted, lambda: pytest.fail("a step was measured"), said.append) is None
+        assert head_of(model, target, wanted, said.append) is None
     assert said == [
         f"head={wanted!r} needs hidden states, which the path {target.path!r} does not provide; "
         "continuing without a light head"

@@ -13,8 +13,6 @@ import lookahead.integrations.vllm
 from learned import save_table
 from lookahead.core import SettingsError
 from lookahead.drafters.adaptive.base_files import learned_file
-from lookahead.drafters.adaptive.cost import CostCurve
-from lookahead.drafters.adaptive.measure import SUSTAINED
 from lookahead.hf.model import shape_of
 from lookahead.integrations.vllm import Accepted, Proposer
 from lookahead.integrations.vllm_costs import DISCARDED, ROUNDS
@@ -315,8 +313,8 @@ def test_chains_have_at_most_the_rows_of_the_settings(clock, setting, longest):
     assert max(lengths) == longest
 
 
-#: Measurement steps for one number of requests, with 6, 3 and 2 rows per request.
-MEASURED = 3 * 2 * (ROUNDS + DISCARDED)
+#: Measurement steps for one number of requests, with 6, 3, 2 and 1 rows per request.
+MEASURED = 4 * (ROUNDS + DISCARDED)
 
 
 def measure(clock, requests, new=MEASURED + 20, device="cpu"):
@@ -333,19 +331,14 @@ def measure(clock, requests, new=MEASURED + 20, device="cpu"):
     return engine
 
 
-# On a CPU, rows cost more in long runs than in a short measurement.
-@pytest.mark.parametrize(("device", "allowance"), [("cpu", SUSTAINED), ("cuda", 1.0)])
 @pytest.mark.parametrize("requests", [1, 4])
-def test_the_cost_curve_comes_from_the_steps_themselves(clock, requests, device, allowance):
+def test_the_cost_curve_comes_from_the_steps_themselves(clock, requests):
     clock.cost = lambda rows, batch: 2.0 + 0.5 * (rows / batch - 1)
-    curve = measure(clock, requests, device=device).proposer._costs.curve(requests)
-    assert curve.seconds == pytest.approx(2)
+    curve = measure(clock, requests).proposer._costs.curve(requests)
     # Each row costs a quarter of a plain step.
-    assert [curve.cost(k) for k in (1, 2, 3, 6)] == pytest.approx(
-        [1 + allowance * 0.25 * k for k in (0, 1, 2, 5)]
-    )
+    assert [curve.pass_cost(k) for k in (1, 2, 3, 6)] == pytest.approx([1 + 0.25 * k for k in (0, 1, 2, 5)])
     # The next process reads the curve.
-    again = Proposer(config(None, device=device))._costs
+    again = Proposer(config(None))._costs
     assert again.rows(requests) is None
     assert again.curve(requests) == curve
     assert again.rows(2 * requests) == 1
@@ -354,7 +347,7 @@ def test_the_cost_curve_comes_from_the_steps_themselves(clock, requests, device,
 def test_steps_with_drafts_that_seem_ten_times_faster_are_noise(clock):
     clock.cost = lambda rows, batch: 1.0 if rows > batch else 10.0
     curve = measure(clock, 1).proposer._costs.curve(1)
-    assert [curve.cost(k) for k in (1, 2, 3, 6)] == [1, 1, 1, 1]
+    assert [curve.pass_cost(k) for k in (1, 2, 3, 6)] == [1, 1, 1, 1]
 
 
 def test_disturbed_steps_do_not_count_and_are_not_kept(clock):
@@ -380,25 +373,20 @@ def test_disturbed_steps_do_not_count_and_are_not_kept(clock):
     assert counted == [1, 0, 0, 0, 1]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("requests", [1, 4])
-def test_steps_that_take_different_times_give_a_typical_curve_for_this_process(clock, requests, device):
-    """Step times vary by a factor of up to 30, so a row may seem to be free."""
-    clock.cost = lambda rows, batch: random.random() ** 4 * 30 + 1
-    curve = measure(clock, requests, device=device).proposer._costs.curve(requests)
-    costs, _ = CostCurve.typical(device == "cuda").table(DRAFTED + 1, 0, requests)
-    found = [curve.cost(k) for k in range(1, DRAFTED + 2)]
-    if device == "cuda":
-        assert found == pytest.approx(costs[1:].tolist())
-    else:
-        assert all(np.array(found) >= costs[1:] - 1e-9)
-    assert Proposer(config(None, device=device))._costs.curve(requests) is None
+def test_a_curve_from_steps_that_take_different_times_is_not_kept(clock, requests):
+    """Step times vary by a factor of up to 30."""
+    rng = random.Random(1)
+    clock.cost = lambda rows, batch: rng.random() ** 2 * 30 + 1
+    curve = measure(clock, requests).proposer._costs.curve(requests)
+    assert curve.pass_cost(1) == 1
+    assert Proposer(config(None))._costs.curve(requests) is None
 
 
 def test_rows_that_seem_expensive_stay_so_if_steps_take_different_times(clock):
     clock.cost = lambda rows, batch: (100 if rows > batch else 1) * random.uniform(1, 9)
     curve = measure(clock, 1).proposer._costs.curve(1)
-    assert curve.cost(DRAFTED + 1) > 10
+    assert curve.pass_cost(DRAFTED + 1) > 10
 
 
 def test_curves_that_cannot_be_saved_are_said_once(clock, tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ class StaticTree(Drafter):
     name = "static-tree"
 
     def prepare(self, model: Any, target: Target, make_target: Callable[[], Target]) -> StaticTree:
-        return replace(self, loaded=head_of(model, target, self.head, make_target, notice))
+        return replace(self, loaded=head_of(model, target, self.head, notice))
 
     def start(self, sequence: Start) -> DraftState:
         return StaticTreeState(self.widths, sequence.first, self.loaded)

@@ -16,7 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, nan
+from math import nan
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any
@@ -26,7 +26,7 @@ from lookahead.bench.record import Record
 from lookahead.bench.report import number
 from lookahead.core import Request, Stats, Target, TokenTree, decode
 from lookahead.drafters import Lookahead, as_drafter
-from lookahead.drafters.adaptive.measure import measure as measure_steps
+from lookahead.drafters.adaptive.measure import time_steps
 from lookahead.hf.facts import ModelFacts
 from lookahead.parallel.shard import shard
 from lookahead.parallel.wire import FRAME, Link
@@ -164,13 +164,8 @@ class Sharded(Drafted):
 
 def step_times(model: ModelUnderTest, rows: Sequence[int], context: int = 64) -> dict[int, float]:
     """t(k) in seconds, measured on the model's target for the given numbers of rows."""
-    times: dict[int, float] = {}
-
-    def keep(batch: int, context: int, count: int, seconds: float) -> None:
-        times[count] = seconds
-
-    measure_steps(model.target, rows, (context,), (), patience=inf, progress=keep)
-    return times
+    passes, _ = time_steps(model.target, context, sorted(rows), patience=float(len(rows)))
+    return {count: min(seconds) for count, seconds in passes.items()}
 
 
 def exchange_seconds(steps: int) -> float:

@@ -7,10 +7,8 @@ compiled CPU path and with llama.cpp. The sequences of a call share forward pass
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
-from math import inf
 from pathlib import Path
 from secrets import randbits
 from threading import Lock
@@ -29,6 +27,7 @@ from .text.prompts import OnePrompt, Prompt, as_list, encode
 if TYPE_CHECKING:
     import torch
 
+    from .drafters.adaptive.cost import CostCurve
     from .drafters.adaptive.state import AdaptiveState
     from .parallel import RankGroup
     from .sampling.noise import SeededNoise
@@ -421,55 +420,18 @@ class LLM:
             return AdaptiveState.load(os.fspath(file), settings, scope)
         return AdaptiveState(settings, scope)
 
-    def tune(
-        self,
-        rows: Sequence[int],
-        contexts: Sequence[int],
-        batches: Sequence[int],
-        repeats: int,
-        progress: Callable[[int, int, int, float], None],
-    ) -> Path | None:
-        """Measure the cost of steps of these sizes, and save the curve that adaptive uses for this model and machine.
-
-        Args:
-            rows: numbers of rows of one sequence, besides 1; at least one must be above 1.
-            contexts: numbers of committed tokens; those too long for the model are skipped.
-            batches: numbers of sequences of one row each.
-            repeats: measurements of each size, at least 1.
-            progress: called with (batch, context, rows, seconds) for each size.
+    def tune(self) -> tuple[CostCurve, Path | None]:
+        """Measure the cost of steps again, and save the curve that adaptive uses for this model and machine.
 
         Returns:
-            The file with the curve; None if it was not saved because other work disturbed the measurement.
+            (the curve, its file, or None if it was not saved because other work disturbed the measurement).
 
         Raises:
-            SettingsError: no context fits the model, or no step of several rows.
-            OSError: the cache folder cannot be written.
+            SettingsError: the model has too few positions or tokens, or the cache folder cannot be written.
         """
-        from .drafters.adaptive.cost import MEASUREMENTS, load_curve, save_curve
-        from .drafters.adaptive.measure import measure
-        from .drafters.adaptive.model_curves import curve_key, forget_curves
+        from .drafters.adaptive.model_curves import tune
 
-        Adaptive(rows=max(rows))  # rejects a number that is too large before anything is measured
-        target = self.target()
-        measured = measure(target, rows, contexts, batches, repeats, inf, progress, self.model.runs_on)
-        if not measured.has_rows:  # every row would seem to be free
-            raise SettingsError(
-                "the rows must include a number above 1 whose steps fit in memory and in the model's vocabulary, got "
-                f"{', '.join(map(str, rows))}; give other numbers, or shorter contexts"
-            )
-        if not measured.steady:
-            return None
-        # The costs of light heads stay as they were measured.
-        key = curve_key(self.model, target)
-        try:
-            saved = load_curve(key)
-        except SettingsError:  # a damaged file, or one of another version, is replaced
-            saved = None
-        heads = saved.heads if saved is not None else {}
-        curve = replace(measured.curve(), heads=heads, measured=MEASUREMENTS)  # later processes only read it
-        file = save_curve(key, curve)
-        forget_curves(self.model)
-        return file
+        return tune(self.model, self.target())
 
     def prepare(self, prompt: Prompt, options: Options, seed: int | None = None) -> Request:
         """The request for one prompt, for ``engine.add``.

@@ -22,6 +22,8 @@ from .core.errors import SettingsError
 
 #: The remedy in errors about files of a long command, which can continue where it ended.
 CONTINUES = "what was saved before is kept, and the same command continues"
+#: Largest size of a JSON file in the cache folder, in bytes.
+LARGEST_JSON = 1 << 20
 
 
 def cache_folder() -> Path:
@@ -80,6 +82,34 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file in the cache folder; None if it cannot be opened.
+
+    Raises:
+        ValueError: it is not a regular file, larger than ``LARGEST_JSON``, nested too deeply, or not JSON; NaN and
+            infinities are not JSON either.
+    """
+
+    def refuse(number: str) -> None:
+        raise ValueError(f"{number} is not a number in JSON")
+
+    try:
+        # A FIFO without a writer would block an ordinary open.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except OSError:
+        return None
+    try:
+        status = os.fstat(descriptor)
+        must(stat.S_ISREG(status.st_mode), "it is not a regular file")
+        must(status.st_size <= LARGEST_JSON, f"it has more than {LARGEST_JSON} bytes")
+        with open(descriptor, "rb", closefd=False) as file:
+            return json.loads(file.read(LARGEST_JSON), parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    finally:
+        os.close(descriptor)
 
 
 def must(right: Any, otherwise: str) -> None:

@@ -1,27 +1,25 @@
 """t(k), the time of a step of k rows, and its ratio to t(1). How many rows are almost free?
 
-Times come from ``drafters.adaptive.measure``, as for the adaptive drafter's cost curve: the faster half of several
-drafted steps counts.
+Times come from ``drafters.adaptive.measure``, as for the adaptive drafter's cost curve: the fastest of several passes
+counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 from pathlib import Path
 
 from rich import box
 from rich.table import Table
 
-from ..drafters.adaptive.measure import measure as measure_steps
-from ..drafters.adaptive.measure import positions_needed
+from ..drafters.adaptive.measure import MOST_STEPS, time_steps
 from ..records import RecordWriter
 from .methods import ModelUnderTest
 from .record import Record, environment
 from .run import Progress
 
-#: Steps of each number of rows; the faster half counts.
-REPEATS = 7
+#: Seconds of passes of each number of rows; the fastest pass counts.
+PATIENCE = 1.0
 
 
 def measure(
@@ -34,34 +32,23 @@ def measure(
         contexts: numbers of committed tokens, T; contexts after which the model has too few positions for the timed
             steps are skipped.
         rows: numbers of rows of a step, k.
-        progress: called with (points measured, total points, the point measured last).
+        progress: called with (contexts measured, number of contexts, the context measured last).
     """
-    # Choose the points that fit into the model's positions.
     target = model.target
     common = {"model": model.name, "dtype": model.dtype, "path": target.path} | environment()
     target.prefill([(0, [0])])
     drafts = target.depth_limit(0) > 0  # else the target evaluates one row per step
-    positions = target.positions_left(0) or model.max_positions
     target.release(0)
-    counts = [k for k in rows if k == 1 or drafts]
-    points: list[tuple[int, int]] = []
-    for t in contexts:
-        fitting = [k for k in counts if t + k <= model.max_positions]
-        if t < positions - positions_needed(target, fitting, REPEATS):
-            points += [(t, k) for k in fitting]
-    # Measure them, context by context.
-    records: dict[tuple[int, int], Record] = {}  # a disturbed point is measured again and replaced
-
-    def keep(batch: int, context: int, k: int, seconds: float) -> None:
-        if k not in counts:
-            return
-        records[context, k] = {**common, "context": context, "rows": k, "step_ms": seconds * 1e3}
-        progress(len(records), len(points), f"{model.dtype}, context {context}, {k} rows")
-
-    for context in dict.fromkeys(context for context, _ in points):
-        fitting = [k for t, k in points if t == context]
-        measure_steps(target, fitting, (context,), (), REPEATS, inf, keep)
-    return list(records.values())
+    counts = sorted(k for k in rows if k == 1 or drafts)
+    records = list[Record]()
+    for number, context in enumerate(contexts):
+        passes = dict[int, list[float]]()
+        if context + MOST_STEPS + counts[-1] <= model.max_positions:
+            passes, _ = time_steps(target, context, counts, PATIENCE * len(counts))
+        for k, seconds in passes.items():
+            records.append({**common, "context": context, "rows": k, "step_ms": min(seconds) * 1e3})
+        progress(number + 1, len(contexts), f"{model.dtype}, context {context}")
+    return records
 
 
 def write_records(records: Sequence[Record], out: Path) -> None:

@@ -82,7 +82,7 @@ class Target(Protocol):
             steps then show the time of that size, and every sequence costs as many rows as the largest tree.
         gives_hidden: whether ``Scores.hidden`` returns the hidden states that a tree requests.
         runs_compiled: whether passes run this library's own compiled code. Their rows cost about as much as in
-            ``CostCurve.typical``, and a light head is compiled as well.
+            ``CostCurve.assumed``, and a light head is compiled as well.
         shares_module: whether passes run a torch module that other targets run too, so threads must take turns.
         keeps_prefixes: whether a slot can start with the keys and values of another one (``reuse``), and reused rows
             equal those of a prompt evaluated as a whole.

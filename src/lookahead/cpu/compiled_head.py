@@ -178,7 +178,6 @@ class CompiledHead:
         output: Array,
         embedding: PackedLinear | Callable[[Sequence[int]], Array],
     ) -> None:
-        self.shape = weights.shape
         self.hidden = weights.hidden
         self.levels = weights.levels
         self.shortlist = weights.shortlist

@@ -57,5 +57,5 @@ class Preparation:
         from .adaptive.cost import CostCurve  # imports numpy
         from .adaptive.model_curves import runs_on_gpu
 
-        curve = self._curve if self._curve is not None else CostCurve.unmeasured(runs_on_gpu(self._model))
+        curve = self._curve if self._curve is not None else CostCurve.assumed(runs_on_gpu(self._model))
         return max(LEAST_ROWS, curve.budget(sequences, self._captured))

@@ -82,7 +82,6 @@ class TorchHead:
     def __init__(
         self, weights: HeadWeights, output: torch.Tensor, embed: Callable[[Sequence[int]], torch.Tensor]
     ) -> None:
-        self.shape = weights.shape
         self.hidden = weights.hidden
         self.levels = weights.levels
         self.shortlist = weights.shortlist

@@ -122,7 +122,7 @@ class Proposer:
             dtype = getattr(vllm_config.model_config, "dtype", "")
             sizes = "" if config is None else config_key(config)
             name = f"vllm {vllm_version()}|{sizes}|{dtype}|{device}|{most_rows - 1} drafted"
-            self._costs = StepCosts(name, most_rows, device != "cpu", partial(warnings.warn, stacklevel=2))
+            self._costs = StepCosts(name, most_rows, partial(warnings.warn, stacklevel=2))
         #: The rows for each request of the step being measured; None if it is not measured, or not as planned.
         self._measured: int | None = None
         self._begin = 0.0

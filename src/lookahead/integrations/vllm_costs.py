@@ -1,23 +1,24 @@
 """The cost curves of vLLM's steps, measured on its own first steps and then read only.
 
 A proposer cannot run a step of vLLM, so the first steps with a given number of requests are timed. Steps without
-drafts alternate with steps of k rows for each request, and the faster half of each counts, as in ``measure``. vLLM
+drafts alternate with steps of k rows for each request, and the fastest of each counts, as in ``measure``. vLLM
 verifies these drafts like any others, so they change no text. The curve is saved, and later processes of the same
-model, machine and version of vLLM measure nothing. If other work disturbs the measurement too much, the process uses
-a typical curve, with the measured costs where these are larger on a CPU, and the next process measures again.
+model, machine and version of vLLM measure nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 
 from ..core import SettingsError
-from ..drafters.adaptive.cost import CostCurve, keep_curve, load_curve
-from ..drafters.adaptive.measure import Measurement
+from ..drafters.adaptive.cost import CostCurve, fitted
+from ..drafters.adaptive.measure import STEADY
+from ..drafters.adaptive.model_curves import load_curve, save_curve
 
-#: Rounds of each number of rows; each has one step without drafts and one with. The faster half counts.
+#: Steps of each number of rows that count.
 ROUNDS = 6
-#: Rounds before them, which are not counted: vLLM may compile or capture a new size.
+#: Steps before them, which do not count: vLLM may compile or capture a new size.
 DISCARDED = 1
 
 
@@ -27,21 +28,16 @@ class StepCosts:
     Args:
         name: what the curves depend on: model, device, number of drafted tokens and version of vLLM.
         most: the largest number of rows for a request.
-        on_gpu: whether the model runs on a GPU or a similar device, where rows are nearly free and cost as much in
-            long runs as in a short measurement.
         notice: called with a line of text if a saved curve is damaged, or of another machine or version, and once if
             curves cannot be saved.
     """
 
-    def __init__(self, name: str, most: int, on_gpu: bool, notice: Callable[[str], None]) -> None:
+    def __init__(self, name: str, most: int, notice: Callable[[str], None]) -> None:
         self._name = name
-        self._most = most
-        self._on_gpu = on_gpu
-        #: k of each step to measure, in order; 1 stands for a step without drafts.
-        sizes = sorted({most, (most + 1) // 2, 2} - {1}, reverse=True)
-        self._plan = [rows for size in sizes for _ in range(DISCARDED + ROUNDS) for rows in (1, size)]
         self._notice = notice
         self._saves = True
+        #: k of each step to measure, in order; 1 stands for a step without drafts.
+        self._plan = sorted({1, 2, (most + 1) // 2, most}, reverse=True) * (DISCARDED + ROUNDS)
         self._seconds: dict[int, list[float]] = {}
         self._curves: dict[int, CostCurve] = {}
 
@@ -49,11 +45,7 @@ class StepCosts:
         """The costs of steps by rows for each request, in steps without drafts; None until they are measured."""
         group = _group(requests)
         if group not in self._curves and group not in self._seconds:
-            try:
-                saved = load_curve(self._of(group))
-            except SettingsError as error:
-                self._notice(f"{error}; measuring it again")
-                saved = None
+            saved = load_curve(self._of(group), self._notice)
             if saved is None:
                 self._seconds[group] = []
             else:
@@ -73,29 +65,20 @@ class StepCosts:
         spent.append(seconds)
         if len(spent) < len(self._plan):
             return
-        measured = Measurement()
-        if self._on_gpu:
-            measured.sustained = 1.0
-        counted = 2 * ROUNDS
-        whole = counted + 2 * DISCARDED
-        for start in range(2 * DISCARDED, len(spent), whole):
-            plain = spent[start : start + counted : 2]
-            if not start // whole:
-                measured.add((1, 0, 1), plain)
-            measured.add((1, 0, self._plan[start + 1]), spent[start + 1 : start + counted : 2], plain)
         del self._seconds[group]
-        curve = measured.curve()
-        if measured.steady:
-            self._saves = self._saves and keep_curve(self._of(group), curve, self._notice)
-        else:
-            typical = self._typical(group)
-            curve = typical if self._on_gpu else curve.at_least(typical)
-        self._curves[group] = curve
-
-    def _typical(self, requests: int) -> CostCurve:
-        """The typical costs of steps by rows for each of this many requests, in steps without drafts."""
-        costs, _ = CostCurve.typical(self._on_gpu).table(self._most, 0, requests)
-        return CostCurve({0: {rows: float(costs[rows]) for rows in range(1, self._most + 1)}})
+        begin = DISCARDED * len(set(self._plan))
+        times: dict[int, list[float]] = {rows: [] for rows in self._plan}
+        for rows, time in zip(self._plan[begin:], spent[begin:], strict=True):
+            times[rows].append(time)
+        self._curves[group] = curve = CostCurve(
+            {0: fitted({rows: min(some) for rows, some in times.items()})}
+        )
+        if self._saves and median(times[1]) <= STEADY * min(times[1]):
+            try:
+                save_curve(self._of(group), curve)
+            except SettingsError as error:
+                self._saves = False
+                self._notice(str(error))
 
     def _of(self, group: int) -> str:
         return f"{self._name}|{group} requests"

@@ -34,7 +34,7 @@ class AdaptiveDraftState(DraftState):
         state: the state that sequences share, or None.
         sequence: without a vocabulary, V is assumed to be the largest token seen plus one, and different contexts
             may then have the same key.
-        for_model: without a cost curve, ``CostCurve.unmeasured`` is used.
+        for_model: without a cost curve, ``CostCurve.assumed`` is used.
 
     Raises:
         SettingsError: the state belongs to another model.
@@ -60,7 +60,7 @@ class AdaptiveDraftState(DraftState):
             self._table = usable_table(settings.table, sequence.vocabulary)
         self._prompt = sequence.prompt
         self._eos = sequence.eos
-        self._curve = given.cost_curve if given.cost_curve is not None else CostCurve.unmeasured()
+        self._curve = given.cost_curve if given.cost_curve is not None else CostCurve.assumed()
 
         # The parts, created when the first tree is grown.
         self._rule = RowRule()

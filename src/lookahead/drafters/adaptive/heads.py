@@ -10,7 +10,7 @@ from ...model import Model
 from ...records import cache_folder
 from .base_files import existing_files
 from .calibration import GREEDY_GUESSES, SAMPLED_GUESSES
-from .model_curves import head_cost, measuring
+from .model_curves import measuring
 from .sources.head_file import HeadWeights, load_head
 from .sources.light_head import LightHead
 
@@ -63,16 +63,11 @@ def make_head(model: Model, target: Target, weights: HeadWeights) -> LightHead:
                 "version trained it; train one with lookahead train-head"
             )
     head: LightHead = model.make_head(weights, target)
+    head.cost = weights.parameter_count / max(1, model.parameter_count)
     return head
 
 
-def head_of(
-    model: Model,
-    target: Target,
-    wanted: str,
-    make_target: Callable[[], Target],
-    notice: Callable[[str], None],
-) -> LightHead | None:
+def head_of(model: Model, target: Target, wanted: str, notice: Callable[[str], None]) -> LightHead | None:
     """The light head that a drafter asks for, or None.
 
     All sequences of a model share it. The first time that a file cannot be used, ``notice`` receives the reason, in
@@ -83,7 +78,6 @@ def head_of(
         model: a loaded model.
         target: one of its targets.
         wanted: the head's path, or "auto" for the first usable one of ``head_files``.
-        make_target: makes a target, to measure the cost of a head call if it is not known.
     """
     key = wanted, target.path
     with measuring:
@@ -99,7 +93,6 @@ def head_of(
             for number, file in enumerate(files, 1):
                 try:
                     head = make_head(model, target, load_head(file))
-                    head.cost = head_cost(head, model, target, make_target, notice)
                 except (NumericalError, OutOfMemory, SettingsError) as error:
                     instead = f"with {files[number]}" if number < len(files) else "without a light head"
                     notice(f"{error}; continuing {instead}")

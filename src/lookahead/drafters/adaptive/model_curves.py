@@ -1,25 +1,36 @@
-"""The cost curves of loaded models: read from disk, or measured and saved. A saved curve is the mean of up to three
-measurements, each by a process that starts ten minutes or more after the one before (``cost.MEASUREMENTS``).
+"""The cost curves of loaded models: read from disk, or measured when a model is first used on a machine, and saved.
 
-If other work disturbs the first measurement too much, the process uses a typical curve, with the measured costs where
-these are larger on a CPU without the compiled path, and the next process measures again. The costs of light heads are
-measured when a head is first used, and saved with the curve.
+A measurement that other work disturbed is used by its process but not saved, so the next process measures again.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import platform
+import sys
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
 from threading import RLock
 from typing import Any
 
+from llvmlite.binding import get_host_cpu_name
+
 from ...core import NumericalError, OutOfMemory, SettingsError, Target
 from ...model import Model
-from .cost import TYPICAL_HEAD, CostCurve, is_due, keep_curve, load_curve
+from ...records import cache_folder, must, not_writable, read_json, replacing
+from ...threads import thread_count
+from .cost import CostCurve
 
+#: Format of the file; also incremented when a change makes compiled passes faster or slower.
+FORMAT = 6
 #: Devices on which rows are assumed to be nearly free until the curve of a model is measured.
 GPUS = ("cuda", "gpu")
+#: Seconds of ``lookahead tune``.
+TUNING = 10.0
+#: Held while curves are compiled for and measured, because two threads that measure at once disturb each other.
+measuring = RLock()
 
 
 def runs_on_gpu(model: Model) -> bool:
@@ -48,8 +59,74 @@ def cost_path(target: Target) -> str:
     return ", ".join(parts)
 
 
-#: Held while curves are compiled for and measured, because two threads that measure at once disturb each other.
-measuring = RLock()
+def machine() -> str:
+    """The machine's part of a curve's key: system, processor, cores, threads and GPUs."""
+    parts = [platform.system(), get_host_cpu_name(), f"{os.cpu_count()} cores", f"{thread_count()} threads"]
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        parts += [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join(parts)
+
+
+def curve_file(name: str) -> Path:
+    """The file of a curve on this machine, in the user's cache folder.
+
+    Args:
+        name: what the curve depends on besides the machine (``curve_key``).
+    """
+    digest = hashlib.sha256(f"{machine()}|{name}".encode()).hexdigest()[:24]
+    return cache_folder() / "costs" / f"{digest}.json"
+
+
+def save_curve(name: str, curve: CostCurve) -> Path:
+    """Save a curve. Returns the file.
+
+    Args:
+        name: as for ``curve_file``.
+        curve: the curve.
+
+    Raises:
+        SettingsError: the file cannot be written.
+    """
+    path = curve_file(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            content = {**_origin(name), "rows": curve.rows, "drafting": curve.drafting}
+            temporary.write_text(json.dumps(content))
+    except OSError as error:
+        instead = "the cost curve is not saved and is kept in memory for this process"
+        raise not_writable(path, error, instead, "file") from None
+    return path
+
+
+def load_curve(name: str, notice: Callable[[str], None]) -> CostCurve | None:
+    """The saved curve; None if there is none, or if it cannot be used.
+
+    Args:
+        name: as for ``curve_file``.
+        notice: called with a line of text if the file is damaged, or of another machine or version.
+    """
+    path = curve_file(name)
+    try:
+        content = read_json(path)
+        if content is None:
+            return None
+        for part, value in _origin(name).items():
+            must(content[part] == value, f"it is of another {part}")
+        rows = {
+            int(context): {int(count): float(cost) for count, cost in points.items()}
+            for context, points in content["rows"].items()
+        }
+        return CostCurve(rows, float(content["drafting"]))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        notice(f"{path} must contain a cost curve, but does not ({error!r:.80}); measuring it again")
+        return None
+
+
+def _origin(name: str) -> dict[str, Any]:
+    """What a curve is for, as in its file."""
+    return {"format": FORMAT, "machine": machine(), "model": name}
 
 
 def known_curve(model: Model, target: Target) -> CostCurve | None:
@@ -68,8 +145,7 @@ def curve_of(
 ) -> CostCurve:
     """The cost curve of a loaded model: read from disk, or measured and saved. Also compiles all code.
 
-    Sequences of the same model share it. A measurement that other work disturbed is not saved, and is used only on
-    a CPU without the compiled path, where its rows cost more than typical ones.
+    Sequences of the same model share it.
 
     Args:
         model: a loaded model.
@@ -85,90 +161,46 @@ def curve_of(
 
             wait_for_compilation()
             fresh = make_target()
-            curve = _load_or_measure(fresh, curve_key(model, fresh), notice, model.runs_on)
+            curve = load_or_measure(fresh, curve_key(model, fresh), notice, runs_on_gpu(model))
             model.state.setdefault("curves", {})[_place(model, target)] = curve
         return curve
 
 
-def forget_curves(model: Model) -> None:
-    """Let ``curve_of`` read the curves of this model from disk again."""
-    model.state.pop("curves", None)
-
-
-def head_cost(
-    head: Any,
-    model: Model,
-    target: Target,
-    make_target: Callable[[], Target],
-    notice: Callable[[str], None],
-) -> float:
-    """The cost of a call of a light head, in plain steps: read with the model's cost curve, or measured and saved.
-
-    It is a typical cost if the curve could not be measured or other work disturbs the measurement of the head. The
-    next process then measures again.
-
-    Args:
-        head: a light head with a ``shape``.
-        model, target, make_target, notice: as for ``curve_of``.
-    """
-    curve = curve_of(model, target, make_target, notice)
-    if head.shape not in curve.heads and curve.seconds:
-        from .measure import measure_head
-
-        fresh = make_target()
-        cost = measure_head(fresh, head)
-        if cost is not None:
-            curve = replace(curve, heads={**curve.heads, head.shape: cost})
-            model.state["curves"][_place(model, target)] = curve
-            _keep_head(curve_key(model, fresh), head.shape, cost, notice)
-    return curve.heads.get(head.shape, TYPICAL_HEAD)
-
-
-def _keep_head(name: str, shape: str, cost: float, notice: Callable[[str], None]) -> None:
-    """Add the cost of a head to the saved curve, which another process may have replaced since it was read.
-
-    If no curve could be saved, nor is this cost.
-    """
-    saved = _load(name, notice)
-    if saved is not None:
-        keep_curve(name, replace(saved, heads={**saved.heads, shape: cost}), notice)
-
-
-def _load(name: str, notice: Callable[[str], None]) -> CostCurve | None:
-    """The saved curve; None if there is none, or if it is not usable, which is reported."""
-    try:
-        return load_curve(name)
-    except SettingsError as error:
-        notice(f"{error}; measuring it again")
-        return None
-
-
-def _load_or_measure(target: Target, name: str, notice: Callable[[str], None], device: str) -> CostCurve:
+def load_or_measure(target: Target, name: str, notice: Callable[[str], None], on_gpu: bool) -> CostCurve:
+    """The curve of a target, read from disk, or measured and saved."""
     from .measure import measure, warm_up  # imports numba
 
-    on_gpu = device in GPUS
-    saved = None
     try:
         warm_up(target)
-        saved = _load(name, notice)
-        if saved is not None and not is_due(name, saved):
+        saved = load_curve(name, notice)
+        if saved is not None:
             return saved
-        measured = measure(target, device=device)
-        if not measured.has_rows:
-            # No step of several rows fits in memory or the vocabulary.
-            return saved or CostCurve.unmeasured(on_gpu)
+        curve, steady = measure(target)
     except (NumericalError, OutOfMemory, SettingsError):
-        # Some tokens have NaN logits, which sequences report when they occur, there is no memory, or the model's
-        # context is too short.
-        return saved or CostCurve.unmeasured(on_gpu)
-    if not measured.steady and saved is not None:
-        keep_curve(name, saved, notice)  # as new, so that not every process on a busy machine measures
-        return saved
-    if not measured.steady:
-        typical = CostCurve.typical(on_gpu)
-        # The typical curve is that of compiled passes. Other rows may cost several times as much, which even a
-        # disturbed measurement shows.
-        return typical if on_gpu or target.runs_compiled else measured.curve().at_least(typical)
-    curve = measured.curve() if saved is None else saved.averaged(measured.curve())
-    keep_curve(name, curve, notice)
+        # Some tokens have NaN logits, which sequences report when they occur; there is no memory; or the model's
+        # context or vocabulary is too small.
+        return CostCurve.assumed(on_gpu)
+    if steady:
+        try:
+            save_curve(name, curve)
+        except SettingsError as error:
+            notice(str(error))
     return curve
+
+
+def tune(model: Model, target: Target) -> tuple[CostCurve, Path | None]:
+    """Measure the curve of a model again, in ``TUNING`` seconds, and save it for all later uses.
+
+    Returns:
+        (the curve, its file, or None if it was not saved because other work disturbed the measurement).
+
+    Raises:
+        SettingsError: the model has too few positions or tokens, or the file cannot be written.
+    """
+    from .measure import measure  # imports numba
+
+    with measuring:
+        curve, steady = measure(target, TUNING)
+        file = save_curve(curve_key(model, target), curve) if steady else None
+        model.state.pop("curves", None)
+    return curve, file

@@ -27,7 +27,7 @@ def prepare(
     if drafter.rows is None:
         curve = curve_of(model, target, make_target, notice)
     if drafter.head is not None:
-        head = head_of(model, target, drafter.head, make_target, notice)
+        head = head_of(model, target, drafter.head, notice)
     if "base" in drafter.sources and drafter.table is None:
         table = base_table_of(model.shape.name, model.shape.vocabulary)
     return ForModel(curve, head, table)

@@ -119,9 +119,9 @@ class HeadWeights:
         return len(self.gate)
 
     @property
-    def shape(self) -> str:
-        """What the cost of a call depends on, besides the model."""
-        return f"hidden {self.hidden}, width {self.width}, shortlist {len(self.shortlist)}, {self.bits} bits"
+    def parameter_count(self) -> int:
+        """The number of weights that a call reads, including the output rows."""
+        return self.gate.size + self.up.size + self.down.size + len(self.shortlist) * self.hidden
 
     def check(self, vocabulary: int, hidden: int, name: str = "this model") -> None:
         """Raise SettingsError unless the head fits a model of these sizes."""

@@ -51,7 +51,7 @@ class LightHead(Protocol):
         hidden: size of a hidden state.
         levels: number of levels that it was trained for.
         counts: "greedy" and "sampled" -> (hits, trials) of its buckets, each (levels, kinds).
-        cost: the cost of a call in plain steps of the model; from the cost curve, because it decides rows.
+        cost: the cost of a call in plain steps of the model: the weights that a call reads over those of the model.
     """
 
     hidden: int
