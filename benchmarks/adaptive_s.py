@@ -41,7 +41,7 @@ from .report import command_line, markdown_table
 WORKLOADS = {"code": "humaneval", "maths": "gsm8k"}
 PAPER = (15, 5, 15)
 #: Sources that accepted tokens are credited to, and the methods whose credit is drawn.
-CREDITS = (*DEFAULT_SOURCES, "window", "corpus")
+CREDITS = (*DEFAULT_SOURCES, "corpus")
 CREDITED = ("adaptive cold", "adaptive warm", "adaptive warm+corpus")
 
 
@@ -138,7 +138,6 @@ def methods(size: int, rows: int, quick: bool) -> dict[str, Callable[[], Callabl
         others = tuple(other for other in DEFAULT_SOURCES if other != name)
         made[f"adaptive cold without {name}"] = lambda others=others: adaptive(False, sources=others)
         made[f"adaptive cold {name} alone"] = lambda name=name: adaptive(False, sources=(name,))
-    made["adaptive cold without window"] = lambda: adaptive(False, window_size=0)
     return made
 
 

@@ -1,4 +1,4 @@
-"""The cost of vLLM's interface in S for adaptive: from trees with a window down to short chains from text alone.
+"""The cost of vLLM's interface in S for adaptive: from trees down to short chains from text alone.
 
     python -m benchmarks.chain_s MODEL --data DIR --limit 3 --tokens 48
 
@@ -32,8 +32,7 @@ def variants(drafted: int) -> dict[str, Drafter]:
     whole = Adaptive(rows=ROWS, sources=tuple(SOURCES))
     short = replace(whole, chain=True, rows=drafted + 1)
     return {
-        f"trees of {ROWS} rows, with the window": whole,
-        "without the window": replace(whole, window_size=0),
+        f"trees of {ROWS} rows": whole,
         f"chains of up to {ROWS - 1} tokens": replace(whole, chain=True),
         f"chains of up to {drafted} tokens": short,
         "the same, from text alone": replace(short, sources=("suffix", "corpus")),

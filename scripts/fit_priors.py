@@ -31,6 +31,7 @@ from lookahead.drafters.adaptive.calibration import (
     KINDS,
     MATCH_ORDERS,
     ORDERS,
+    ORIGINS,
     SHARES,
     STATES,
     ZONES,
@@ -105,7 +106,7 @@ def priors_of(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
     """Log-odds fitted to the counts of a state, by kind of proposal."""
     counts = state.tables(sampled).calibration
     heights = len(HEIGHTS) + 1 if sampled else 1
-    logits = (ORDERS, heights, 3, KINDS), [(0,), (1,), (2,), (3,)]
+    logits = (ORDERS, heights, ORIGINS, KINDS), [(0,), (1,), (2,), (3,)]
     suffix = fit(counts.matches["hits"][0], counts.matches["trials"][0], *SUFFIX)
     zones, answered, rows, columns, pairs = fit(counts.joint["hits"], counts.joint["trials"], *JOINT)
     pairs = (pairs + rows[:, None] + columns).ravel()

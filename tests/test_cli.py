@@ -110,7 +110,7 @@ def test_settings_reach_the_drafter(model):
     assert one[0] == preset[0] == off[0]
     assert off[1] == 39 < one[1] < preset[1]
     most = steps("--rows", 12)
-    alone = steps("--rows", 12, "--sources", "suffix", "--window-size", 2)
+    alone = steps("--rows", 12, "--sources", "suffix")
     assert most[0] == alone[0] == one[0]
     assert 39 <= alone[1] < most[1] <= 12 * 39
 

@@ -326,7 +326,7 @@ class Overflowing(FakeTarget):
 
 @pytest.mark.parametrize(
     "drafter",
-    [*METHODS, Lookahead(4, 4, 4), Lookahead(3, 2, 3), Jacobi(8), Adaptive(rows=48, window_size=5)],
+    [*METHODS, Lookahead(4, 4, 4), Lookahead(3, 2, 3), Jacobi(8), Adaptive(rows=48)],
     ids=str,
 )
 def test_nan_logits_off_the_path_change_no_token(drafter):

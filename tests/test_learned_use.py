@@ -23,8 +23,8 @@ from toy import VOCABULARY, tokenizer
 PROMPTS = [[5, 9, 14, 5, 9], [7, 8, 9]]
 NEW = 40
 #: Nothing but the head, or the table, proposes tokens.
-WITH_HEAD = Adaptive(rows=8, sources=(), window_size=0)
-WITH_TABLE = Adaptive(rows=4, sources=("base",), window_size=0)
+WITH_HEAD = Adaptive(rows=8, sources=())
+WITH_TABLE = Adaptive(rows=4, sources=("base",))
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def with_head(tmp_path, monkeypatch):
-    return with_free_head(tmp_path / "head", monkeypatch, 96, rows=8, sources=(), window_size=0)
+    return with_free_head(tmp_path / "head", monkeypatch, 96, rows=8, sources=())
 
 
 def target_of(path):

@@ -345,7 +345,7 @@ def decoded(drafter, head=None, target=None, new=40, **fields):
 def test_guesses_are_verified_and_change_no_token(chain, right):
     plain = decoded(Plain())
     head = Oracle(None, PROMPT + plain.tokens, right)
-    drafter = Adaptive(rows=8, window_size=0, chain=chain)
+    drafter = Adaptive(rows=8, chain=chain)
     result = decoded(drafter, head)
     assert result.tokens == plain.tokens
     assert decoded(drafter).stats.compression_ratio < 1.1
@@ -372,7 +372,7 @@ def test_guesses_whose_logits_are_nan_are_not_proposed():
 
     plain = decoded(Plain())
     head = Overflown(None, PROMPT + plain.tokens)
-    result = decoded(Adaptive(rows=8, window_size=0), head)
+    result = decoded(Adaptive(rows=8), head)
     assert head.calls
     assert result.tokens == plain.tokens
 
@@ -393,7 +393,7 @@ def test_a_head_that_costs_too_much_is_asked_only_where_it_pays():
     for cost in (0.0, 0.12, 0.5):
         head = Oracle(None, PROMPT + plain.tokens)
         head.cost = cost
-        assert decoded(Adaptive(rows=8, window_size=0), head).tokens == plain.tokens
+        assert decoded(Adaptive(rows=8), head).tokens == plain.tokens
         calls.append(len(head.calls))
     assert calls[0] > calls[1] > calls[2] == 0
 
@@ -437,9 +437,7 @@ def test_sampled_guesses_are_ranked_with_the_noise():
 
     plain = decoded(Plain(), choose=choose, noise=Noise(), target=Prefilled(100, hard_text))
     head = Knows(None, PROMPT + plain.tokens)
-    result = decoded(
-        Adaptive(rows=6, window_size=0), head, Prefilled(100, hard_text), choose=choose, noise=Noise()
-    )
+    result = decoded(Adaptive(rows=6), head, Prefilled(100, hard_text), choose=choose, noise=Noise())
     assert result.tokens == plain.tokens
     assert result.stats.compression_ratio > 1.7
 

@@ -76,7 +76,7 @@ def test_a_trained_head_is_found_and_changes_no_text(chats, monkeypatch):
                 assert [text.tokens for text in with_head] == [text.tokens for text in plain]
                 assert all(text.stats.drafter["head_calls"] > 0 for text in with_head)
     # The same through the server.
-    with serving(llm, drafter="adaptive:rows=4:head=auto:sources=base+:window_size=0") as served:
+    with serving(llm, drafter="adaptive:rows=4:head=auto:sources=base+") as served:
         for options in ({}, {"temperature": 0.8, "seed": 3}):
             plain = llm.generate("def add(", max_new_tokens=40, drafter=Plain(), **options)
             body = {"prompt": "def add(", "max_tokens": 40, "temperature": 0, **options}

@@ -60,8 +60,9 @@ SHARES = (0.12, 0.3, 0.55, 0.9)
 MATCH_KINDS = (len(SHARES) + 1) * 3 * 2
 #: The logit cache has keys of the last one, two and three tokens.
 ORDERS = 3
-#: The origin of a row: on the path, on a rejected branch, in the window.
-ON_PATH, REJECTED, WINDOW = range(3)
+#: The origin of a row: on the path, or on a rejected branch.
+ON_PATH, REJECTED = range(2)
+ORIGINS = 2
 #: Upper ends of the bins of leads and distances, except the last.
 DISTANCES = np.array([0.1, 0.25, 0.5, 0.8, 1.2, 1.7, 2.4, 3.3, 4.5, 6.5, 9.0], dtype=np.float32)
 BINS = len(DISTANCES) + 1

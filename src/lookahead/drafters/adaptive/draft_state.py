@@ -18,14 +18,13 @@ from .cost import CONTEXT_STEP, CostCurve
 from .for_model import ForModel
 from .grower import Grower
 from .learn import CREDITED
-from .rows import EXPLORATION, RowRule, window_pays
+from .rows import EXPLORATION, RowRule
 from .settings import AdaptiveSettings
-from .sources.window_rows import WindowSource
 from .state import AdaptiveState
 
 
 class AdaptiveDraftState(DraftState):
-    """The memory, the window and the row rule of one sequence.
+    """The memory and the row rule of one sequence.
 
     The memory is allocated when the first tree is grown, so a sequence that never drafts needs none.
 
@@ -59,13 +58,11 @@ class AdaptiveDraftState(DraftState):
         if settings.table is not None:
             self._table = usable_table(settings.table, sequence.vocabulary)
         self._prompt = sequence.prompt
-        self._eos = sequence.eos
         self._curve = given.cost_curve if given.cost_curve is not None else CostCurve.assumed()
 
         # The parts, created when the first tree is grown.
         self._rule = RowRule()
         self._grower: Grower | None = None
-        self._window: WindowSource | None = None
         #: Tokens that the sources have not read: all of them before the first tree, later those of plain steps.
         self._unread = sequence.text
         self._last = sequence.first
@@ -110,14 +107,10 @@ class AdaptiveDraftState(DraftState):
     def _grow(self, limit: int, max_depth: int) -> TokenTree:
         grower = self._ready()
         grower.hidden = self._hidden
-        chain = self._settings.chain
-        pay = (grower.grow_chain if chain else grower.grow)(
-            limit, max_depth, self._rule.rate, self._rule.bias
-        )
+        grow = grower.grow_chain if self._settings.chain else grower.grow
+        pay = grow(limit, max_depth, self._rule.rate, self._rule.bias)
         if grower.guesses is not None:
             self._guessed = grower.guesses.used * grower.guesses.head.cost
-        if not chain:
-            return self._with_window(grower, pay, limit, max_depth)
         grower.cut(pay)
         return grower.tree()
 
@@ -166,38 +159,11 @@ class AdaptiveDraftState(DraftState):
                     table=self._table if "base" in config.sources else None,
                 )
             grower.use_costs(self._costs, self._slopes, self._rule.drafting)
-            if config.window_size and not config.chain:
-                self._window = WindowSource(
-                    config.window_size, config.ngram_size, self._prompt, self._eos, config.seed
-                )
         if self._unread:
             grower.read(self._unread)
             self._unread = []
         grower.count_emitted(self._emitted)
         return grower
-
-    def _with_window(self, grower: Grower, rows: int, limit: int, max_depth: int) -> TokenTree:
-        """The tree of the ``rows`` likeliest nodes, with the window if its rows gain more than those it replaces."""
-        window = self._window
-        wanted = 0
-        kept = rows
-        if window is not None:
-            wanted = window.wanted(max_depth)
-            kept = min(rows, limit - wanted)
-            # The window may replace rows of the tree only if it takes at most half of the step.
-            fits = wanted > 0 and (kept == rows or wanted <= limit // 2)
-            given_up = sum(grower.probabilities[kept:rows]) if fits and kept < rows else 0.0
-            if not fits or not window_pays(
-                self._rule.rate, self._costs, kept, wanted, window.credit, given_up
-            ):
-                wanted = 0
-                kept = rows
-        grower.cut(kept)
-        tree = grower.tree()
-        if window is not None and wanted:
-            window.add_to(tree)
-            grower.adopt(tree)
-        return tree
 
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
         # The averages of the rule include steps without a tree.
@@ -232,15 +198,12 @@ class AdaptiveDraftState(DraftState):
         those rows.
         """
         rows = len(tree)
-        window = self._window
         grower.cut(rows)
-        credited = grower.learn(scores, path, tokens, rows)
+        grower.learn(scores, path, tokens, rows)
         expected = grower.expected
         self._rule.count_grown(rows, expected, len(tokens))
         self._offered += expected - 1
         self._accepted += len(tokens) - 1
-        if window is not None and rows > grower.rows:
-            window.advance(tree.tokens[0], grower.answers(rows), rows - grower.rows, credited)
 
     def pad(self, tree: TokenTree, rows: int) -> None:
         """Add rows with arbitrary tokens to the last tree, to measure the cost of a step."""
@@ -257,7 +220,7 @@ class AdaptiveDraftState(DraftState):
 
     @property
     def estimates(self) -> list[float]:
-        """The estimated probability of each node of the last tree, except the window's rows at its end."""
+        """The estimated probability of each node of the last tree."""
         return self._grower.probabilities if self._grown and self._grower is not None else []
 
     def trace(self, tree: TokenTree | None) -> dict[str, Any]:
@@ -265,11 +228,9 @@ class AdaptiveDraftState(DraftState):
         grower = self._grower
         if tree is None or len(tree) == 1 or grower is None:
             return {}
-        window = self._window
         return {
             "probabilities": [round(probability, 4) for probability in grower.probabilities],
             "sources": [[], *(grower.sources_of(row) for row in range(1, grower.rows))],
-            "window": window.nodes() if window is not None and len(tree) > grower.rows else [],
         }
 
     def stats(self) -> dict[str, float]:
@@ -277,8 +238,6 @@ class AdaptiveDraftState(DraftState):
         credit = dict.fromkeys(CREDITED, 0) if self._grower is None else self._grower.credit
         figures: dict[str, float] = {f"accepted_by_{name}": count for name, count in credit.items()}
         figures |= {"expected_acceptance": self._offered, "acceptance": self._accepted}
-        if self._settings.window_size:
-            figures["window_rows"] = self._window.rows_used if self._window is not None else 0
         if self._head is not None:
             guesses = None if self._grower is None else self._grower.guesses
             figures["head_calls"] = 0 if guesses is None else guesses.calls

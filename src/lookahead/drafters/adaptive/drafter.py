@@ -24,15 +24,11 @@ class Adaptive(AdaptiveSettings, Drafter):
         max_rows: largest number of rows per step, 1 to 512; leave it out if ``rows`` is given.
         rows: a fixed number of rows per step, 1 to 512; steps have fewer only if the sources propose too few. None:
             each step has as many rows as pay off by the cost curve of this model on this machine.
-        sources: the names in ``SOURCES`` that may propose candidates. Without "logits", the results of the window are
-            not used.
-        window_size: W, columns of the window, 0 to 512; 0 for no window.
-        ngram_size: N of the window, 2 to 16.
+        sources: the names in ``SOURCES`` that may propose candidates.
         suffix_order: length of the longest suffix to match, in tokens, 1 to 32.
         top, sampled_top: tokens kept per evaluated row in greedy and in sampled decoding, 1 to 64.
         max_entries: contexts that a state keeps per table, at least 1000; the oldest are dropped first.
-        seed: seed of the random tokens that fill empty positions of the window.
-        chain: whether a step has only the best single candidate and no window, for engines that cannot verify trees.
+        chain: whether a step has only the best single candidate, for engines that cannot verify trees.
         head: a light head trained for this model: its path, or "auto" for the one trained on this machine, or else
             the one included in this package, if any. None for no head.
         table: the file of a base table for the source "base". None for the one that ``lookahead learn`` made for this

@@ -369,23 +369,20 @@ class Grower:
         return TokenTree.of(self._tokens[: self.rows], self._parents[: self.rows])
 
     def adopt(self, tree: TokenTree) -> None:
-        """Include the rows that the window or others have added to the tree."""
+        """Include the rows that others have added to the tree."""
         own = self.rows
         count = len(tree)
         self._token[own:count] = tree.tokens[own:]
         self._parent[own:count] = tree.parents[own:]
         self._depth[own:count] = tree.depths[own:]
 
-    def learn(self, scores: Scores, path: Sequence[int], tokens: Sequence[int], rows: int) -> int:
+    def learn(self, scores: Scores, path: Sequence[int], tokens: Sequence[int], rows: int) -> None:
         """Learn from a step, and append its tokens to the sequence.
 
         Args:
             scores: of all rows of the step's tree.
             path, tokens: the accepted rows and the emitted tokens.
-            rows: number of rows in the step; those from ``self.rows`` on are the window's.
-
-        Returns:
-            The number of tokens accepted because of the window.
+            rows: number of rows in the step; those from ``self.rows`` on were added by others.
         """
         # The result of the step, in the arrays of compiled code.
         length = len(path)
@@ -412,12 +409,7 @@ class Grower:
                 self._room = ROOM + rows + length
                 self._make_room(self._room, self._room)
             self._room -= rows + length
-            return int(learning.learn(self._packed, ids, odds, length, rows, self.rows))
-
-    def answers(self, rows: int) -> list[int]:
-        """The target's token under each of the first ``rows`` rows of the last step, as far as known; -1 for NaN."""
-        own: list[int] = self.memory.own[:rows].tolist()
-        return own
+            learning.learn(self._packed, ids, odds, length, rows)
 
 
 def _is_plain(array: Any, dtype: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...jit import compiled, entry, int64
-from .calibration import KINDS, WINDOW, count
+from .calibration import count
 from .grow import add, ask
 from .memory import ANSWERS, CORPUS, MATCHES, SUFFIX, Memory, index_of, noise_of, unpack
 from .rows import expected_tokens
@@ -20,22 +20,21 @@ from .sources.light_head import guess_level
 from .sources.logit_cache import write_rows
 from .sources.suffix import feed
 
-#: The sources credited with accepted tokens, and the window if only its rows led to the token.
-CREDITED = ("suffix", "logits", "base", "jacobi", "corpus", "window", "head")
-BY_SUFFIX, BY_LOGITS, BY_BASE, BY_ANSWERS, BY_CORPUS, BY_WINDOW, BY_HEAD = range(7)
+#: The sources credited with accepted tokens.
+CREDITED = ("suffix", "logits", "base", "jacobi", "corpus", "head")
+BY_SUFFIX, BY_LOGITS, BY_BASE, BY_ANSWERS, BY_CORPUS, BY_HEAD = range(6)
 
 
 @compiled
 def _source_of(memory: Memory, node: int, right: int, matched: int, recalled: int) -> int:
-    """The source to credit with an accepted token: the most specific one that proposed it."""
+    """The source to credit with an accepted token: the most specific one that proposed it; -1 if none did."""
     row = memory.tree.nodes[node]
     if matched == 0:
         return BY_SUFFIX
     if recalled == 0:
         return BY_CORPUS
     if 0 <= right < row.cached:
-        origin = memory.tree.proposals[node, right].kind // KINDS % 3
-        return BY_WINDOW if origin == WINDOW else BY_LOGITS
+        return BY_LOGITS
     if 0 <= right < row.recalled:
         return BY_BASE
     if matched > 0:
@@ -44,7 +43,7 @@ def _source_of(memory: Memory, node: int, right: int, matched: int, recalled: in
         return BY_CORPUS
     if right >= 0 and memory.tree.proposals[node, right].joint < 0:
         return BY_HEAD
-    return BY_ANSWERS if right >= 0 else BY_WINDOW
+    return BY_ANSWERS if right >= 0 else -1
 
 
 @compiled
@@ -74,14 +73,13 @@ def _judge_guesses(memory: Memory, node: int, right: int) -> None:
 
 
 @compiled
-def _judge(memory: Memory, length: int) -> int:
-    """Count hits and trials of every proposal under the accepted rows. Returns tokens accepted because of the window.
+def _judge(memory: Memory, length: int) -> None:
+    """Count hits and trials of every proposal under the accepted rows.
 
     The target's token is known under each of these rows, so every proposal there is counted, whether or not it became
     a row of the tree.
     """
     calibration = memory.calibration
-    by_window = 0
     for i in range(length):
         node, truth = memory.path[i], memory.tokens[i]
         row = memory.tree.nodes[node]
@@ -109,9 +107,8 @@ def _judge(memory: Memory, length: int) -> int:
         recalled = _judge_matches(memory, CORPUS, node, truth)
         if i < length - 1:
             source = _source_of(memory, node, right, matched, recalled)
-            memory.credit[source] += 1
-            by_window += 1 if source == BY_WINDOW else 0
-    return by_window
+            if source >= 0:
+                memory.credit[source] += 1
 
 
 @compiled
@@ -167,35 +164,29 @@ def _append(memory: Memory, length: int) -> None:
 
 
 @entry
-def learn(packed: Any, ids: Any, odds: Any, length: int, rows: int, window_start: int) -> int:
+def learn(packed: Any, ids: Any, odds: Any, length: int, rows: int) -> None:
     """Update the calibration, the logit cache, the answers and the texts from the result of a step.
 
     Fills in ``memory.own``, adds to ``memory.credit`` and sets ``step.expected``.
 
     Args:
-        packed: the memory. Rows from ``sizes.rows`` on were added by others (the window); their token and parent are
-            set.
+        packed: the memory. Rows from ``sizes.rows`` on were added by others; their token and parent are set.
         ids, odds: (rows, top) int32 and float32: the best tokens under each row, and their log-odds against the best.
             Nothing is learned from rows of NaN (a token that is not the target's own may overflow float16).
         length: number of accepted rows and emitted tokens, at the start of ``memory.path`` and ``memory.tokens``.
         rows: number of rows in the step.
-        window_start: the first row of the window.
-
-    Returns:
-        The number of tokens accepted because of the window.
     """
     memory = unpack(packed)
     memory.step[0].expected = expected_tokens(memory)
     for node in range(memory.tree.sizes[0].rows, rows):
         add(memory, int64(memory.tree.nodes[node].parent), int64(memory.tree.nodes[node].token), 0.0)
-    by_window = _judge(memory, length)
+    _judge(memory, length)
     _find_own(memory, ids, odds)
     if memory.step[0].use_logits:
-        write_rows(memory, ids, odds, length, window_start)
+        write_rows(memory, ids, odds, length)
     if memory.step[0].use_answers:
         _keep_answers(memory, length)
     _append(memory, length)
-    return by_window
 
 
 @entry

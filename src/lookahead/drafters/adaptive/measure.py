@@ -94,7 +94,7 @@ def time_steps(
     """
     passes: dict[int, list[float]] = {rows: [] for rows in sizes}
     drafting = list[float]()
-    settings = AdaptiveSettings(rows=sizes[-1], window_size=0)
+    settings = AdaptiveSettings(rows=sizes[-1])
     state = AdaptiveDraftState(settings, None, Start([1 % target.vocabulary], 0, vocabulary=target.vocabulary))
     target.prefill([(0, [0])])
     left = target.positions_left(0)  # 0 if unknown
@@ -174,7 +174,7 @@ def warm_up(target: Target) -> None:
     draws.warm_up()
     for noise in (None, _NoNoise(target.vocabulary)):
         for chain in (False, True):
-            settings = AdaptiveSettings(rows=8, window_size=0, chain=chain)
+            settings = AdaptiveSettings(rows=8, chain=chain)
             start = Start([1 % target.vocabulary], 0, vocabulary=target.vocabulary, noise=noise)
             state = AdaptiveDraftState(settings, None, start)
             target.prefill([(0, [0])])

@@ -137,7 +137,7 @@ class Cache(NamedTuple):
     # (3, 2n) hash table: key -> entry number; the entry is stored at its number modulo n
     slots: Annotated[Any, SLOT, 2]
     keys: Annotated[Any, "i8", 2]  # (3, n)
-    origins: Annotated[Any, "i4", 2, "strided"]  # (3, n): where the row was: ON_PATH, REJECTED or WINDOW
+    origins: Annotated[Any, "i4", 2, "strided"]  # (3, n): where the row was: ON_PATH or REJECTED
     ids: Annotated[Any, "i4", 3, "strided"]  # (3, n, width): the best tokens, best first; -1 after the last
     # (3, n, width): their log-odds against the best token; NaN after the last
     odds: Annotated[Any, "f4", 3, "strided"]

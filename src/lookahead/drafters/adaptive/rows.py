@@ -33,7 +33,6 @@ steps without growing a tree, until unused trees take at most ``IDLE_SHARE`` of 
 from __future__ import annotations
 
 from math import ceil
-from typing import Any
 
 import numpy as np
 
@@ -147,17 +146,3 @@ def expected_tokens(memory: Memory) -> float:
     for row in range(memory.tree.sizes[0].rows):
         expected += nodes[row].probability * DISCOUNTS[min(int64(nodes[row].depth), len(DISCOUNTS) - 1)]
     return expected
-
-
-def window_pays(rate: float, costs: Any, rows: int, wanted: int, credit: float, given_up: float) -> bool:
-    """Whether ``wanted`` rows of the window pay off in a step of ``rows`` other rows.
-
-    Args:
-        rate: r.
-        costs: c(k) by k.
-        rows: number of other rows.
-        wanted: number of window rows.
-        credit: accepted tokens in later steps per row of the window.
-        given_up: the expected tokens of the rows that the window replaces.
-    """
-    return bool(credit * wanted > rate * (costs[rows + wanted] - costs[rows]) + given_up)

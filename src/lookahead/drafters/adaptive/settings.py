@@ -24,13 +24,10 @@ SEARCHED_ROWS = 64
 LIMITS = {
     "max_rows": (1, 512),
     "rows": (1, 512),
-    "window_size": (0, 512),
-    "ngram_size": (2, 16),
     "suffix_order": (1, 32),
     "top": (1, 64),
     "sampled_top": (1, 64),
     "max_entries": (1000, 1 << 26),
-    "seed": (0, 1 << 62),
 }
 
 
@@ -41,13 +38,10 @@ class AdaptiveSettings:
     max_rows: int = 64
     rows: int | None = None
     sources: tuple[str, ...] = DEFAULT_SOURCES
-    window_size: int = 5
-    ngram_size: int = 3
     suffix_order: int = 8
     top: int = 8
     sampled_top: int = 24
     max_entries: int = 400_000
-    seed: int = 0
     chain: bool = False
     head: str | None = None
     table: str | None = None

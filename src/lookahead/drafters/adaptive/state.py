@@ -19,14 +19,14 @@ import numpy as np
 from ...core import SettingsError
 from ...core.errors import first_line
 from ...records import must, replacing
-from .calibration import ORDERS, count_guesses, load, new_calibration
+from .calibration import ORDERS, ORIGINS, count_guesses, load, new_calibration
 from .settings import AdaptiveSettings
 from .sources.base_table import BaseTable
 from .sources.light_head import LightHead
 from .sources.logit_cache import LogitCache
 from .sources.suffix import SHIFT, SuffixTrie
 
-FORMAT = 3
+FORMAT = 4
 #: Largest unpacked size, in bytes, of a file that ``load`` reads.
 LARGEST_FILE = 1 << 30
 #: The arrays saved for each table of the logit cache.
@@ -199,5 +199,5 @@ def _check(keys: Any, ids: Any, odds: Any, origins: Any) -> None:
         here = ids >= 0
         gapless = here[:, 0].all() and (here[:, 1:] <= here[:, :-1]).all()
         must(gapless and -1 <= ids.min() <= ids.max() < 1 << SHIFT, "token ids out of range")
-        must(0 <= origins.min() <= origins.max() <= 2, "an origin is out of range")
+        must(0 <= origins.min() <= origins.max() < ORIGINS, "an origin is out of range")
         must((odds[here] <= 0).all() and not (odds > 0).any(), "log-odds must not be above 0")

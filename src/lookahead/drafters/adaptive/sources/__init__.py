@@ -1,1 +1,1 @@
-"""The sources of candidates: suffix matches, the logit cache, the window that feeds it, the base table, the head."""
+"""The sources of candidates: suffix matches, the logit cache, the base table, the head."""

@@ -1,7 +1,7 @@
 """The logit cache: the best tokens of every evaluated row, indexed by its last one, two and three tokens.
 
-Rows of rejected branches and of the window cost as much as accepted rows, and their logits are as informative about
-the target's predictions after their last tokens, so all rows are kept. (Token Recycling, Luo et al., 2024, keeps such
+Rows of rejected branches cost as much as accepted rows, and their logits are as informative about the target's
+predictions after their last tokens, so all rows are kept. (Token Recycling, Luo et al., 2024, keeps such
 a table for the last token alone.) The key of m tokens is the number with these digits in base V.
 
 An example with V = 100. A step evaluated a row with token 7 after the tokens 5 and 6, and its best tokens were 8
@@ -33,8 +33,8 @@ from ..calibration import (
     NO_SECOND,
     ON_PATH,
     ORDERS,
+    ORIGINS,
     REJECTED,
-    WINDOW,
     interval_of,
 )
 from ..hashing import enter, find, new_slots, rehash, remove
@@ -152,7 +152,7 @@ def _propose_sampled(memory: Memory, node: int, entry: int) -> int:
     # Their buckets.
     if kept > 0:
         best = proposals[0].score
-        base = (interval_of(HEIGHTS, best) * 3 + cache.origins[row.order, entry]) * KINDS
+        base = (interval_of(HEIGHTS, best) * ORIGINS + cache.origins[row.order, entry]) * KINDS
         for index in range(1, kept):
             proposals[index].kind = base + BINS + interval_of(DISTANCES, best - proposals[index].score)
         proposals[0].kind = proposals[1].kind - BINS if kept > 1 else base + NO_SECOND
@@ -188,7 +188,7 @@ def _write(cache: Cache, order: int, entry: int, ids: Any, odds: Any, origin: in
 
 
 @compiled
-def write_rows(memory: Memory, ids: Any, odds: Any, length: int, window_start: int) -> None:
+def write_rows(memory: Memory, ids: Any, odds: Any, length: int) -> None:
     """Store all rows of a step, except those of NaN.
 
     Rows overwrite others with equal keys, so unlikely ones come first and the path last.
@@ -196,7 +196,6 @@ def write_rows(memory: Memory, ids: Any, odds: Any, length: int, window_start: i
     Args:
         ids, odds: (rows, top): the best tokens of each row, and their log-odds against the best.
         length: number of accepted rows, at the start of ``memory.path``.
-        window_start: first row of the window.
     """
     cache = memory.cache
     nodes = memory.tree.nodes
@@ -209,8 +208,7 @@ def write_rows(memory: Memory, ids: Any, odds: Any, length: int, window_start: i
                 nodes[node].entry = _entry_for(cache, order, key_of(memory, order, node))
         for node in range(count - 1, -1, -1):
             if not np.isnan(odds[node, 0]):
-                origin = REJECTED if node < window_start else WINDOW
-                _write(cache, order, nodes[node].entry, ids[node], odds[node], origin, keep_all)
+                _write(cache, order, nodes[node].entry, ids[node], odds[node], REJECTED, keep_all)
         for i in range(length):
             node = memory.path[i]
             if not np.isnan(odds[node, 0]):
