@@ -23,20 +23,11 @@ import numpy as np
 import lookahead
 from lookahead import Adaptive, AdaptiveState
 from lookahead.drafters.adaptive.base_files import base_table_of
-from lookahead.drafters.adaptive.calibration import (
-    ANSWERED,
-    BASE_AXES,
-    GUESS_LEVELS,
-    HEIGHTS,
-    KINDS,
-    MATCH_ORDERS,
-    ORDERS,
-    ORIGINS,
-    SHARES,
-    STATES,
-    ZONES,
-)
+from lookahead.drafters.adaptive.calibration import ANSWERED, HEIGHTS, KINDS, ORDERS, ORIGINS, STATES, ZONES
+from lookahead.drafters.adaptive.sources.base_table import BASE_AXES
 from lookahead.drafters.adaptive.sources.head_file import HeadWeights
+from lookahead.drafters.adaptive.sources.light_head import GUESS_LEVELS
+from lookahead.drafters.adaptive.sources.suffix import MATCH_ORDERS, SHARES
 
 OUT = Path(__file__).parents[1] / "src/lookahead/drafters/adaptive/priors.json"
 #: Categories of Spec-Bench; the others contain prompts of measured data sets.
@@ -104,18 +95,20 @@ def fit(
 
 def priors_of(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
     """Log-odds fitted to the counts of a state, by kind of proposal."""
-    counts = state.tables(sampled).calibration
+    counts = state.tables(sampled).buckets
     heights = len(HEIGHTS) + 1 if sampled else 1
     logits = (ORDERS, heights, ORIGINS, KINDS), [(0,), (1,), (2,), (3,)]
-    suffix = fit(counts.matches["hits"][0], counts.matches["trials"][0], *SUFFIX)
-    zones, answered, rows, columns, pairs = fit(counts.joint["hits"], counts.joint["trials"], *JOINT)
+    suffix = fit(counts["suffix"]["hits"], counts["suffix"]["trials"], *SUFFIX)
+    zones, answered, rows, columns, pairs = fit(counts["joint"]["hits"], counts["joint"]["trials"], *JOINT)
     pairs = (pairs + rows[:, None] + columns).ravel()
-    cached, based, recalled = fit(counts.pairs["hits"], counts.pairs["trials"], *PAIRS)
+    cached, based, recalled = fit(counts["pairs"]["hits"], counts["pairs"]["trials"], *PAIRS)
     axes = BASE_AXES[sampled]
-    of_base = fit(counts.base["hits"], counts.base["trials"], axes, [(axis,) for axis in range(len(axes))])
+    of_base = fit(
+        counts["base"]["hits"], counts["base"]["trials"], axes, [(axis,) for axis in range(len(axes))]
+    )
     fitted = {
         "matches": suffix,
-        "logits": fit(counts.logits["hits"], counts.logits["trials"], *logits),
+        "logits": fit(counts["logits"]["hits"], counts["logits"]["trials"], *logits),
         "base": of_base,
         "pairs": [(recalled + cached[:, None] + based).ravel()],
         "joint": [zones, answered, pairs],
@@ -125,7 +118,7 @@ def priors_of(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
 
 def priors_with_head(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
     """As ``priors_of``, for pairs of the light head and any other source."""
-    counts = state.tables(sampled).calibration.both
+    counts = state.tables(sampled).buckets["both"]
     levels, rows, columns, pairs = fit(counts["hits"], counts["trials"], *BOTH)
     both = levels, (pairs + rows[:, None] + columns).ravel()
     return {"both": [np.round(part, 2).tolist() for part in both]}
@@ -145,7 +138,7 @@ def main() -> None:
     llm = lookahead.load(options.model, dtype=options.dtype)
     HeadWeights.parameter_count = 0  # use the head everywhere, not only where it pays off
     state = AdaptiveState()
-    table = base_table_of(llm.model.config, llm.vocabulary)
+    table = base_table_of(llm.model.shape.name, llm.vocabulary)
     for sampled in (False, True):
         state.tables(sampled, table)  # start with the same buckets as without a state
     for number, text in enumerate(prompts(options.data, options.prompts)):
@@ -172,7 +165,7 @@ def main() -> None:
         fits[name] |= fitted(state, bool(sampled))
     OUT.write_text(json.dumps(fits, separators=(",", ":")).replace("]],", "]],\n") + "\n")
     for sampled, name in enumerate(fits):
-        joint = state.tables(bool(sampled)).calibration.joint
+        joint = state.tables(bool(sampled)).buckets["joint"]
         print(f"{name}: {joint['trials'].sum():.0f} proposals, {joint['hits'].sum():.0f} right")
 
 

@@ -33,8 +33,8 @@ import learned
 import lookahead
 import toy
 from families import FAMILIES, tiny_model
-from lookahead import Adaptive, Jacobi, Lookahead, Plain, PromptLookup
-from lookahead.drafters.adaptive import heads
+from lookahead import Adaptive, AdaptiveState, Jacobi, Lookahead, Plain, PromptLookup
+from lookahead.drafters.adaptive.sources.head_file import HeadWeights
 
 #: Families decoded one sequence at a time because their rotary base depends on the longest sequence in the
 #: batch (in transformers too).
@@ -72,12 +72,8 @@ ENGINE_DRAFTERS = [
 ]
 
 
-def no_cost(*given: Any) -> float:
-    """A call of the head takes longer than a step of these models, so by its cost it would hardly ever be called."""
-    return 0.0
-
-
-free_head = mock.patch.object(heads, "head_cost", no_cost)
+#: A head has more weights than these models, so by its cost it would hardly ever be called.
+free_head = mock.patch.object(HeadWeights, "parameter_count", 0)
 
 
 @functools.cache
@@ -280,7 +276,7 @@ class EngineCase(Numbered):
         method = with_files(self.method, self.llm.vocabulary)
         if self.warm:
             drafter = method["drafter"]
-            method = method | {"drafter": replace(drafter, state=self.llm.warm_state(settings=drafter))}
+            method = method | {"drafter": replace(drafter, state=AdaptiveState(drafter))}
             self.llm.generate(self.prompts, max_new_tokens=40, ignore_eos=True, **method)
         ours = self.llm.generate(self.prompts, **method, **self.options)
         tokens = 0

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 import numpy as np
 
 from lookahead.drafters import Adaptive
-from lookahead.drafters.adaptive import heads
-from lookahead.drafters.adaptive.calibration import GREEDY_GUESSES, SAMPLED_GUESSES
 from lookahead.drafters.adaptive.sources import base_table
 from lookahead.drafters.adaptive.sources.head_file import HeadWeights
+from lookahead.drafters.adaptive.sources.light_head import GREEDY_GUESSES, SAMPLED_GUESSES
 from lookahead.learning.table import build
 from lookahead.learning.text_parts import ANSWER, Text
 
@@ -50,7 +49,7 @@ def with_free_head(file, monkeypatch, vocabulary, hidden=64, **settings):
         vocabulary, hidden: sizes of the model.
         settings: of the drafter.
     """
-    monkeypatch.setattr(heads, "head_cost", lambda *given: 0.0)
+    monkeypatch.setattr(HeadWeights, "parameter_count", 0)
     random_head(vocabulary, hidden).save(file)
     return Adaptive(head=str(file), **settings)
 

@@ -114,7 +114,7 @@ def memory(count: int, leak: Callable[[int], Any] | None = None) -> Findings:
     first = max(count // 10, 30)
     llms = [lookahead.LLM(tiny_model(family, eos_token_id=None)) for family in ("llama", "gemma2")]
     small = lookahead.Adaptive(max_entries=1000)
-    warm = [replace(small, state=llm.warm_state(settings=small)) for llm in llms]
+    warm = [replace(small, state=lookahead.AdaptiveState(small)) for llm in llms]
 
     def ordinary(**options: Any) -> Callable[[Any, random.Random], Any]:
         return lambda llm, draw: llm.generate(_prompt(draw), max_new_tokens=draw.randrange(1, 80), **options)

@@ -18,7 +18,7 @@ from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive import measure
 from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.drafters.adaptive.for_model import ForModel
-from lookahead.drafters.adaptive.memory import NODE, SIZES, STEP
+from lookahead.drafters.adaptive.layout import NODE, SIZES, STEP
 from lookahead.drafters.adaptive.rows import EXPLORATION, RowRule, choose, pays
 from lookahead.drafters.prepare import Preparation
 from lookahead.hf.paths import make_target
@@ -56,15 +56,6 @@ def test_the_example_in_the_module_is_right():
     assert slopes[8] == pytest.approx(0.0625)
     assert pays(Grown(probabilities, costs, slopes, rate=2.0), 8, 0.116)
     assert not pays(Grown(probabilities, costs, slopes, rate=2.0), 8, 0.114)
-
-
-def test_deep_rows_count_less():
-    """A chain of six rows is expected to yield less than six shallow rows with the same probabilities."""
-    probabilities, costs = [1.0, 0.5, 0.45, 0.4, 0.35, 0.3], np.array([0, 1, 1.3, 1.6, 1.9, 2.2, 2.5])
-    wide, deep = Grown(probabilities, costs), Grown(probabilities, costs)
-    deep.nodes["depth"] = range(6)
-    assert choose(wide) == 6
-    assert choose(deep) == 4  # 0.35 * 0.88 ** 3 = 0.24 is less than the fifth row's cost, 0.3
 
 
 @CURVES
@@ -118,15 +109,15 @@ def test_one_row_also_costs_the_drafting_of_the_tree_that_it_leaves_unused():
     curve = CostCurve({0: {1: 1.0, 2: 1.04, 64: 9.5}}, drafting=0.08)
     state = Adaptive(for_model=ForModel(curve)).start(Start([1, 2, 3], 4, vocabulary=64))
     state.draft(64)
-    costs = state._grower.memory.costs
+    costs = state._memory.memory.costs
     assert choose(Grown([1.0, 0.1], costs)) == 2
     assert choose(Grown([1.0, 0.02], costs)) == 1
     # The sequence's rate includes it too.
     state.observe(TokenTree(4), FakeTarget(64).prefill([(0, [1, 2, 3, 4])])[0], [0], [5])
     assert state._rule._cost == pytest.approx(1.08 / 64)
     # Even if a curve prices drafting above the second row, two rows must not be cheaper than one.
-    state._grower.use_costs(*curve.table(64, 0), drafting=0.5)
-    assert state._grower.memory.costs[1] == state._grower.memory.costs[2]
+    state._memory.use_costs(*curve.table(64, 0), drafting=0.5)
+    assert state._memory.memory.costs[1] == state._memory.memory.costs[2]
 
 
 class Kept(Adaptive):

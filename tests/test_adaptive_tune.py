@@ -35,7 +35,7 @@ from lookahead.hf.model import config_key
 from lookahead.llamacpp.model import LlamaCppModel
 from lookahead.model import Shape
 from lookahead.options import MachineOptions, Options
-from lookahead.testing import FakeModel, FakeTarget
+from lookahead.testing import FakeTarget
 
 pytestmark = pytest.mark.usefixtures("measured_curves")
 
@@ -441,10 +441,24 @@ def test_threads_measure_one_after_the_other(llm, monkeypatch):
     assert most == [1]
 
 
-def test_a_curve_that_other_work_disturbed_is_used_but_not_kept(llm, monkeypatch):
-    monkeypatch.setattr(measure, "STEADY", 0.0)
-    assert set(curve_for(llm).rows[64]) >= {1, 2, 4}
-    assert saved_for(llm) is None
+def test_a_curve_that_other_work_disturbed_is_not_kept_and_rows_cost_at_least_what_is_assumed(
+    cache, monkeypatch
+):
+    """A single row may seem to cost a whole step, as on llama.cpp's engine, or nothing."""
+    for row, cost_of_four in ((1.0, 4.0), (0.0, 1.62)):
+        target = ClockedTarget(CostCurve({0: {1: 1.0, 2: 1.0 + row}}))
+        use_clock(monkeypatch, target)
+        monkeypatch.setattr(measure, "STEADY", 0.0)
+        curve = load_or_measure(target, "a", pytest.fail, False)
+        assert curve.pass_cost(4) == pytest.approx(cost_of_four)
+        assert load_curve("a", pytest.fail) is None
+        assert load_or_measure(target, "a", pytest.fail, True).pass_cost(4) < 1.2 + 4 * row
+
+
+def test_two_fast_passes_confirm_each_other(monkeypatch):
+    monkeypatch.setattr(measure, "STEADY", 1.1)
+    assert measure.is_steady([1.0, 9.0, 1.05, 5.0])
+    assert not measure.is_steady([9.0, 1.0, 5.0])
 
 
 @pytest.mark.parametrize(("on_gpu", "cost"), [(True, 1.2), (False, 16.0)])

@@ -27,7 +27,7 @@ from benchmarks.trained import Run
 from lookahead.bench.workloads import Prompt
 from lookahead.core import Drafter
 from lookahead.drafters import Plain, PromptLookup
-from lookahead.drafters.adaptive import heads
+from lookahead.drafters.adaptive.sources.head_file import HeadWeights
 from lookahead.learning.text_parts import TOP, Folder, Text
 from lookahead.testing import tiny_model
 from test_light_head import weights
@@ -81,7 +81,7 @@ def test_the_tree_of_medusa_has_the_likeliest_nodes(medusa):
 
 @pytest.mark.parametrize("rows", list(SHAPES))
 def test_a_static_tree_is_exact(llm, rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(heads, "head_cost", lambda *given: 0.0)
+    monkeypatch.setattr(HeadWeights, "parameter_count", 0)
     weights().save(tmp_path / "head")
     drafted = check(llm, StaticTree(SHAPES[rows], str(tmp_path / "head")), rows)
     assert all(max(text.stats.rows_per_step) > rows - 2 for text in drafted)

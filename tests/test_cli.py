@@ -1,7 +1,6 @@
 """The command line on a tiny checkpoint: what it prints, what it writes, and its error messages."""
 
 import dataclasses
-import errno
 import io
 import json
 import os
@@ -28,7 +27,6 @@ from lookahead.cli.command import Command as HelpCommand
 from lookahead.cli.demo import ROUNDS
 from lookahead.core.target import BIT_EQUAL
 from lookahead.drafters import METHODS
-from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.option import option
 from lookahead.options import DraftOptions, LoadOptions, Options
 from processes import Command
@@ -913,10 +911,9 @@ def test_workloads_of_one_name_are_refused_before_the_work(model, tmp_path, monk
         )
 
 
-def test_tune_needs_steps_and_a_model_that_drafts(monkeypatch):
-    refused("--repeats must be at least 1, got 0", "tune", "tiny", "--repeats", 0)
+def test_tune_needs_a_model_that_drafts(monkeypatch):
     probe = SimpleNamespace(drafts=False, reason="its state is recurrent")
-    recurrent = SimpleNamespace(probe=probe)
+    recurrent = SimpleNamespace(model=SimpleNamespace(probe=probe))
     monkeypatch.setattr(sys.modules["lookahead.cli.tune"], "load_model", lambda load: recurrent)
     refused(
         "this model decodes one row at a time, so there is nothing to tune: its state is recurrent$",
@@ -1021,7 +1018,7 @@ def test_every_option_of_the_python_api_that_text_can_say_is_in_help_all():
             for field in dataclasses.fields(options):
                 flag = f"--{field.name.replace('_', '-')} "
                 offered = field.metadata["text"] and field.kw_only
-                if command != "generate" and field.name in ("parallel_timeout", "warm"):
+                if command != "generate" and field.name == "parallel_timeout":
                     continue
                 assert (flag in text and field.metadata["help"] in text) == offered, flag
 
@@ -1080,83 +1077,6 @@ def test_help_loads_no_torch():
         "with contextlib.suppress(SystemExit):\n    main()\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-def test_what_adaptive_learns_is_kept_in_a_file(model, tmp_path):
-    file = tmp_path / "warm"
-
-    def steps(*options):
-        code, out, err = call(
-            "generate",
-            model,
-            "--prompt",
-            PROMPT,
-            "--ignore-eos",
-            "--max-new-tokens",
-            60,
-            "--json",
-            "--rows",
-            64,
-            "--warm",
-            file,
-            *options,
-        )
-        assert code == 0, err
-        record = json.loads(out)
-        return record["output_ids"], record["steps"]
-
-    cold = steps()
-    assert file.stat().st_size > 1000
-    warm = steps()
-    assert warm[0] == cold[0]
-    assert warm[1] < cold[1]
-    source = prompts(tmp_path / "in.jsonl", {"id": 1, "prompt": PROMPT}, {"id": 2, "prompt": PROMPT[:20]})
-    before = file.read_bytes()
-    code, _, _ = call("generate", model, "--input", source, "--rows", 64, "--warm", file, "--compare")
-    assert code == 0
-    assert file.read_bytes() != before
-    call("chat", model, "--warm", file, "--max-new-tokens", 5, stdin="hello\n")
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("warm")] == ["warm"]
-    file.write_bytes(b"no archive")
-    refused("not a saved state of the adaptive drafter", "generate", model, "--prompt", "x", "--warm", file)
-    refused("folder that exists", "generate", model, "--prompt", "x", "--warm", tmp_path / "no" / "such")
-    refused(
-        "--warm saves what adaptive learns",
-        "generate",
-        model,
-        "--prompt",
-        "x",
-        "--drafter",
-        "7b",
-        "--warm",
-        file,
-    )
-
-
-def test_a_warm_file_that_cannot_be_written_is_said_after_the_text(model, llm, tmp_path, monkeypatch):
-    def full(state, path):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(AdaptiveState, "save", full)
-    file = tmp_path / "warm"
-    code, out, err = call("generate", model, "--prompt", "x", "--max-new-tokens", 4, "--warm", file)
-    assert (code, out) == (2, llm.generate("x", max_new_tokens=4).text + "\n")
-    expected = f"error: --warm must be a writable file, got {file} (No space left on device)"
-    assert err.splitlines()[-1] == expected
-
-
-def test_a_warm_file_of_another_model_is_refused(model, tmp_path):
-    file = tmp_path / "warm"
-    call("generate", model, "--prompt", PROMPT, "--max-new-tokens", 5, "--warm", file)
-    refused(
-        "must be 'llama .*', got 'llama .* tokens'",
-        "generate",
-        "tiny",
-        "--prompt",
-        "x",
-        "--warm",
-        file,
-    )
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch is asked for GPUs")

@@ -3,13 +3,10 @@
 import io
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from gguf_files import write_gguf
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MODEL = ["tiny"]  # not for drop_in.py, which uses this model by default
@@ -27,7 +24,7 @@ def run(monkeypatch, capsys):
 
 
 def test_every_example_is_run_here():
-    covered = {"drop_in.py", "chat.py", "batch_file.py", "own_drafter.py", "warm_state.py"}
+    covered = {"drop_in.py", "chat.py", "batch_file.py", "own_drafter.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == covered
 
 
@@ -39,7 +36,7 @@ def test_a_comparison_with_plain_decoding_says_equal(name, run):
         assert float(shown.split()[0]) > 1.1
 
 
-@pytest.mark.parametrize("name", ["batch_file.py", "warm_state.py"])
+@pytest.mark.parametrize("name", ["batch_file.py"])
 def test_without_its_arguments_an_example_shows_how_it_is_used(name, run):
     with pytest.raises(SystemExit, match=f"usage: python examples/{name}"):
         run(name)
@@ -60,17 +57,3 @@ def test_a_file_of_prompts(tmp_path, run):
     records = [json.loads(line) for line in destination.read_text().splitlines()]
     assert sorted(record["index"] for record in records) == list(range(5))
     assert all(record["text"] and record["finish"] in ("stop", "length") for record in records)
-
-
-def test_a_state_is_kept_between_runs(tmp_path, run):
-    model = tmp_path / "model.gguf"  # starts faster than a transformers model
-    write_gguf(model, "llama", "Q8_0", max_position_embeddings=1024)
-    words = ["warm_state.py", str(tmp_path / "state.safetensors"), str(model)]
-    first = run(*words)
-    command = [sys.executable, str(EXAMPLES / words[0]), *words[1:]]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True).stdout
-    cold, warm = (
-        [float(line.split(": ")[1].split()[0]) for line in shown.splitlines()] for shown in (first, second)
-    )
-    assert (tmp_path / "state.safetensors").stat().st_size > 0
-    assert sum(warm) > sum(cold)

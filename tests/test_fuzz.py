@@ -4,7 +4,7 @@ import pytest
 
 import fuzz
 from lookahead import Adaptive
-from lookahead.drafters.adaptive.sources.light_head import GuessSource
+from lookahead.drafters.adaptive.sources.light_head import HeadSource
 
 pytestmark = pytest.mark.filterwarnings("ignore:lookahead.generate runs this model with plain decoding")
 
@@ -20,13 +20,13 @@ def test_no_case_differs():
 def test_cases_use_the_files_of_learning(monkeypatch):
     """The head is called, and the table is accepted, in both kinds of case."""
     calls = []
-    guess = GuessSource.guess
+    serve = HeadSource.serve
 
-    def counted(source, memory, hidden):
+    def counted(source, memory):
         calls.append(source)
-        guess(source, memory, hidden)
+        return serve(source, memory)
 
-    monkeypatch.setattr(GuessSource, "guess", counted)
+    monkeypatch.setattr(HeadSource, "serve", counted)
     for kind in (fuzz.Case, fuzz.EngineCase):
         case = next(case for case in map(kind.of, range(3, 2000, 4)) if is_long(case))
         for drafter in (Adaptive(rows=8, head=fuzz.HEAD), Adaptive(rows=8, table=fuzz.TABLE)):

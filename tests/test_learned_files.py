@@ -17,12 +17,11 @@ import pytest
 from lookahead.cli import console
 from lookahead.core import OutOfMemory, SettingsError
 from lookahead.cpu.target import CpuTarget
-from lookahead.drafters.adaptive.calibration import BASE_AXES, GREEDY_GUESSES
 from lookahead.drafters.adaptive.heads import make_head
 from lookahead.drafters.adaptive.sources import base_table
-from lookahead.drafters.adaptive.sources.base_table import NO_TRIE, save_table
+from lookahead.drafters.adaptive.sources.base_table import BASE_AXES, NO_TRIE, save_table
 from lookahead.drafters.adaptive.sources.head_file import HeadWeights
-from lookahead.drafters.adaptive.state import AdaptiveState
+from lookahead.drafters.adaptive.sources.light_head import GREEDY_GUESSES
 from lookahead.learning import table_learner, text_parts, train_head
 from lookahead.learning.head_data import Positions
 from lookahead.learning.hidden_states import collect
@@ -116,10 +115,6 @@ def test_damage_inside_compressed_data_is_said(tmp_path):
         SettingsError, match=r"part-000000.npz must be a part of a model's own text .*; delete it"
     ):
         Folder(tmp_path)
-    AdaptiveState().save(tmp_path / "state")
-    spoil(tmp_path / "state")
-    with pytest.raises(SettingsError, match="is not a saved state"):
-        AdaptiveState.load(tmp_path / "state")
 
 
 @pytest.mark.parametrize(
@@ -140,8 +135,6 @@ def test_a_malformed_header_is_one_line(header, tmp_path):
     with zipfile.ZipFile(file, "w") as archive:
         for name in ("format", "lengths"):
             archive.writestr(f"{name}.npy", member)
-    with pytest.raises(SettingsError, match=r"is not a saved state .*: .+"):
-        AdaptiveState.load(file)
     with pytest.raises(SettingsError, match=r"part-000000.npz must be a part .*\(.+\); delete it"):
         Folder(tmp_path)
 

@@ -23,13 +23,12 @@ from lookahead.cpu.compiled_head import MAX_ROWS, CompiledHead
 from lookahead.cpu.target import CpuTarget
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive import base_files, heads, model_curves
-from lookahead.drafters.adaptive.calibration import GREEDY_GUESSES
 from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.drafters.adaptive.for_model import ForModel
 from lookahead.drafters.adaptive.heads import head_of, make_head, own_head_file
 from lookahead.drafters.adaptive.sources.base_table import open_table
 from lookahead.drafters.adaptive.sources.head_file import QUANTIZE, HeadWeights, from_blocks, load_head
-from lookahead.drafters.adaptive.sources.light_head import sampled_guess_kinds
+from lookahead.drafters.adaptive.sources.light_head import GREEDY_GUESSES, sampled_guess_kinds
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.drafters.prepare import Preparation
 from lookahead.hf.batch_rows import BatchRowsTarget
@@ -462,7 +461,7 @@ def test_the_counts_of_a_head_start_the_calibration():
     tables = AdaptiveState().tables(False)
     head = Oracle(None, [])
     tables.use_head(head)
-    guesses = tables.calibration.guesses
+    guesses = tables.buckets["head"]
     assert guesses["trials"].tolist() == np.full((3, GREEDY_GUESSES), 10.0).tolist()
     guesses["trials"][0, 0] = 12.0
     tables.use_head(head)  # the same head keeps what was learned

@@ -75,7 +75,7 @@ def sampled(llm, temperature, warm):
         temperature=temperature,
         seed=0,
         batch_size=50,
-        drafter=replace(DRAFTER, state=llm.warm_state()) if warm else None,
+        drafter=replace(DRAFTER, state=lookahead.AdaptiveState(DRAFTER)) if warm else None,
     )
     texts = [result.tokens for result in results]
     assert {len(text) for text in texts} == {NEW}
@@ -146,7 +146,7 @@ def drafted(monkeypatch):
 def test_a_draft_changes_no_probability(warm, temperature, preference, model, llm, drafted):
     """Three cells of tokens: drafted first, drafted otherwise, not drafted. A bias of 1 in 20 is found."""
     drafted.preference = preference
-    drafter = replace(DRAFTER, state=llm.warm_state()) if warm else None
+    drafter = replace(DRAFTER, state=lookahead.AdaptiveState(DRAFTER)) if warm else None
     texts, cells = [], []
     for seed in range(TEXTS):
         drafted.children.clear()

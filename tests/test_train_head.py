@@ -19,9 +19,8 @@ from learned import small_disk
 from lookahead.core import SettingsError
 from lookahead.cpu.target import CpuTarget
 from lookahead.drafters import Adaptive, Plain
-from lookahead.drafters.adaptive import heads
 from lookahead.drafters.adaptive.heads import find_head, own_head_file
-from lookahead.drafters.adaptive.sources.head_file import load_head
+from lookahead.drafters.adaptive.sources.head_file import HeadWeights, load_head
 from lookahead.hf.paths import make_target
 from lookahead.hf.target import TransformersTarget
 from lookahead.learning import hidden_states, self_text
@@ -66,7 +65,7 @@ def test_a_trained_head_is_found_and_changes_no_text(chats, monkeypatch):
     assert settings["width"] == 64
     assert "the shortlist is limited to the vocabulary of 320 tokens (8192 requested)" in err
     assert "hidden states" in err
-    monkeypatch.setattr(heads, "head_cost", lambda *given: 0.0)
+    monkeypatch.setattr(HeadWeights, "parameter_count", 0)
     drafters = Adaptive(rows=4, head="auto"), Adaptive(rows=8, head="auto", chain=True)
     for options in ({}, {"temperature": 0.8, "seed": 3}):
         for prompts in (["def add("], ["def add(", "the quick", "für 東京"]):

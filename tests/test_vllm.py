@@ -438,7 +438,7 @@ def test_drafts_only_where_they_pay(clock, requests, row, most):
 
 def test_many_requests_are_decoded_plainly_where_any_draft_makes_the_step_slow(clock):
     """On a CPU without AMX, 16 plain rows of SmolLM2 took 64 ms, or 260 ms if one request had drafts."""
-    clock.cost = lambda rows, batch: 1.0 if rows == batch or batch == 1 else 4.0
+    clock.cost = lambda rows, batch: 1.0 if rows == batch or batch == 1 else 6.0
     for requests, drafts in ((1, True), (8, False)):
         engine = measure(clock, requests)
         engine.model = MODEL
@@ -459,7 +459,10 @@ def test_memory_is_bounded():
         engine.step()
         state = proposer._drafter.state
         sizes.append(
-            (state.corpus.nodes.nbytes, sum(part.nbytes for part in state.tables(False).logits.arrays[:-1]))
+            (
+                state.corpus.nodes.nbytes,
+                sum(np.asarray(part).nbytes for part in state.tables(False).logits.arrays),
+            )
         )
         assert len(proposer._known) <= 2  # those of the last step
     assert sizes[-1] == sizes[len(sizes) // 2]

@@ -6,8 +6,7 @@ compiled CPU path and with llama.cpp. The sequences of a call share forward pass
 
 from __future__ import annotations
 
-import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from secrets import randbits
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from .core import UNLIMITED_ROWS, Choose, Engine, Request, Result, SettingsError, Target, Update
 from .core.prefix_cache import with_prefixes
-from .drafters import Adaptive, Lookahead, as_drafter
+from .drafters import Lookahead, as_drafter
 from .drafters.prepare import Preparation
 from .model import Model
 from .option import refuse_unknown
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     import torch
 
     from .drafters.adaptive.cost import CostCurve
-    from .drafters.adaptive.state import AdaptiveState
     from .parallel import RankGroup
     from .sampling.noise import SeededNoise
 
@@ -396,29 +394,6 @@ class LLM:
                 if self.rank_group is not None and self.rank_group.error is not None:
                     raise self.rank_group.error  # no later prompt could be decoded
                 yield from updates
-
-    def warm_state(
-        self, file: str | os.PathLike[str] | None = None, settings: Adaptive | None = None
-    ) -> AdaptiveState:
-        """A state for ``Adaptive(state=...)``, in which adaptive keeps statistics from call to call.
-
-        Args:
-            file: a file that ``state.save`` wrote for this model. If it does not exist, the state starts empty.
-            settings: determine the sizes of the tables; None for the drafter of ``load`` if that is ``Adaptive``, or
-                else the defaults.
-
-        Raises:
-            SettingsError: the file belongs to another model, or is not a saved state.
-        """
-        from .drafters.adaptive.state import AdaptiveState
-
-        if settings is None and isinstance(self.drafter, Adaptive):
-            settings = self.drafter
-        shape = self.model.shape
-        scope = f"{shape.family} {shape.hidden} x {shape.layers}, {shape.vocabulary} tokens"
-        if file is not None and os.path.exists(file):
-            return AdaptiveState.load(os.fspath(file), settings, scope)
-        return AdaptiveState(settings, scope)
 
     def tune(self) -> tuple[CostCurve, Path | None]:
         """Measure the cost of steps again, and save the curve that adaptive uses for this model and machine.

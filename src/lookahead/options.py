@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 from .core import Drafter, SettingsError
@@ -381,12 +380,6 @@ class DraftOptions(DrafterOptions):
         "The file of a base table (adaptive); by default the one from lookahead learn, or the included one.",
         metavar="FILE",
     )
-    warm: Path | None = option(
-        None,
-        "Save what adaptive learns in this file at the end, and load it at the start if it exists. The file "
-        "contains statistics of prompts and completions.",
-        metavar="FILE",
-    )
 
     def resolve(self) -> Drafter:
         """The drafter.
@@ -394,11 +387,4 @@ class DraftOptions(DrafterOptions):
         Raises:
             SettingsError: a setting that the drafter does not have, an unknown name, or a value out of range.
         """
-        given = self.keywords()
-        warm = given.pop("warm", None)
-        drafter = as_drafter(given)
-        if warm is not None and drafter.name != "adaptive":
-            raise SettingsError(
-                f"--warm saves what adaptive learns and has no effect with {drafter}; leave it out"
-            )
-        return drafter
+        return as_drafter(self.keywords())

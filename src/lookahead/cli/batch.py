@@ -22,7 +22,7 @@ from ..core import LookaheadError, SettingsError
 from ..option import OptionSet, flag_of
 from ..records import RecordWriter, as_line, drop_torn_line, read_records, replacing
 from .console import Interrupted, as_record, diverged, note, progress_bar
-from .shared import read_bytes, warm_state
+from .shared import read_bytes
 from .task import Task
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ WITHOUT_EFFECT = (
     "--prefix-cache",
     "--local-files-only",
     "--parallel-timeout",
-    "--warm",
 )
 
 
@@ -239,7 +238,6 @@ def run_batch(
     load: Callable[[], LLM],
     leave: Callable[[], None],
     options: dict[str, Any],
-    warm: Path | None,
     settings: dict[str, Any],
 ) -> int:
     """Complete every prompt of the input that has no result yet.
@@ -249,7 +247,6 @@ def run_batch(
         load: loads the model; called only if a prompt remains.
         leave: ends the other ranks; called if no prompt remains.
         options: the options of each completion.
-        warm: the file where adaptive saves what it learns, or None.
         settings: the settings that the results depend on, written next to the output.
 
     Returns:
@@ -267,8 +264,7 @@ def run_batch(
         llm = load()
         if task.output is not None:
             begin_output(task.output, settings, task.resume)
-        with warm_state(llm, warm) as kept:
-            errors, status = _complete(llm, jobs, todo, len(earlier), task, options | kept)
+        errors, status = _complete(llm, jobs, todo, len(earlier), task, options)
     else:  # the output and its settings are still written
         errors = status = 0
         leave()

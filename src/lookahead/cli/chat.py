@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import Adaptive
+from .. import Adaptive, AdaptiveState
 from ..core import LookaheadError, SettingsError
 from ..option import offered
 from ..options import DraftOptions, LoadOptions, Options
@@ -24,7 +24,7 @@ from ..records import cache_folder
 from ..text.prompts import chat_prompt, has_chat_template
 from .adapter import with_options
 from .console import note, problem, summary
-from .shared import check_stdin, load_model, read_text, warm_state
+from .shared import check_stdin, load_model, read_text
 
 if TYPE_CHECKING:
     from ..core import Result
@@ -148,10 +148,10 @@ def chat(
     llm = load_model(load, draft.resolve())
     if not given & {"temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"}:
         options = replace(options, **suggested_sampling(llm))
-    with warm_state(llm, draft.warm) as kept:
-        if not kept and isinstance(llm.drafter, Adaptive):  # all answers of a conversation share one state
-            kept = {"drafter": replace(llm.drafter, state=llm.warm_state())}
-        Chat(llm, system, options, kept).run()
+    kept: dict[str, Any] = {}
+    if isinstance(llm.drafter, Adaptive):  # all answers of a conversation share one state
+        kept = {"drafter": replace(llm.drafter, state=AdaptiveState(llm.drafter))}
+    Chat(llm, system, options, kept).run()
 
 
 def suggested_sampling(llm: LLM) -> dict[str, Any]:

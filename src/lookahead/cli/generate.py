@@ -16,7 +16,7 @@ from ..records import as_line
 from .adapter import with_options
 from .batch import as_message, run_batch, settings_of
 from .console import as_record, compared, diverged, is_follower, note, summary
-from .shared import dismiss, load_model, read_text, warm_state
+from .shared import dismiss, load_model, read_text
 from .task import Task
 
 if TYPE_CHECKING:
@@ -44,15 +44,14 @@ def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOpt
         start = partial(load_model, load, drafter)
         settings = settings_of(options, draft, load)
         leave = partial(dismiss, load)
-        raise typer.Exit(run_batch(task, start, leave, options.keywords(), draft.warm, settings))
+        raise typer.Exit(run_batch(task, start, leave, options.keywords(), settings))
     text = task.prompt
     if text is None:
         text = read_text(task.prompt_file or Path("-"), "--prompt-file")
     if not text:
         raise SettingsError("the prompt must not be empty, got an empty string")
     llm = load_model(load, drafter)
-    with warm_state(llm, draft.warm) as kept:
-        raise typer.Exit(_one(llm, text, task, options.keywords() | kept))
+    raise typer.Exit(_one(llm, text, task, options.keywords()))
 
 
 def check_trace(path: Path, overwrite: bool) -> None:

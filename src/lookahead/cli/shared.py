@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import Adaptive
 from ..core import Drafter, SettingsError
 from ..options import LoadOptions
 from ..text.prompts import has_chat_template
@@ -36,29 +33,6 @@ def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
 
     quiet()
     return load_with(replace(load, drafter=drafter, parallel="lookahead" if ranks() > 1 else None))
-
-
-@contextmanager
-def warm_state(llm: LLM, file: Path | None) -> Iterator[dict[str, Any]]:
-    """Options that make adaptive continue from a file. The state is written back at the end, even after an error.
-
-    Raises:
-        SettingsError: the file's folder does not exist, or the file cannot be written.
-    """
-    if file is None:
-        yield {}
-        return
-    if not file.absolute().parent.is_dir():
-        raise SettingsError(f"--warm must be a file in a folder that exists, got {file}")
-    state = llm.warm_state(file)
-    try:
-        adaptive = llm.drafter if isinstance(llm.drafter, Adaptive) else Adaptive()
-        yield {"drafter": replace(adaptive, state=state)}
-    finally:
-        try:
-            state.save(file)
-        except OSError as error:
-            raise SettingsError(f"--warm must be a writable file, got {file} ({error.strerror})") from None
 
 
 def note_text(llm: LLM, tokens: int) -> None:

@@ -36,7 +36,7 @@ PROMPTS = [
 REFERENCE = "Compare with this library's plain decoding, or with model.generate of transformers (greedy)."
 
 
-@with_options(without=("parallel_timeout", "warm"), max_new_tokens=64, seed=0)
+@with_options(without=("parallel_timeout",), max_new_tokens=64, seed=0)
 def verify(
     *,
     prompt: Annotated[

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 
 
 class LookaheadError(Exception):
@@ -52,7 +53,22 @@ def failure(what: str, error: Exception, kind: type[LookaheadError] = LookaheadE
     return failed
 
 
-def nearest(name: object, known: Iterable[str]) -> str:
-    """The known name closest to an unknown one, as in " (did you mean 'max_new_tokens'?)"; "" if none is close."""
-    close = get_close_matches(str(name).lower(), list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def meant(
+    name: object, known: Collection[str], elsewhere: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> str | None:
+    """The known name that an unknown one stands for; None if there is none.
+
+    Args:
+        name: the unknown name.
+        known: the known names.
+        elsewhere: names in other software -> the equivalents here, of which the first known one counts.
+    """
+    lower = str(name).lower()
+    equivalent = [ours for ours in elsewhere.get(lower, ()) if ours in known]
+    return next(iter(equivalent or get_close_matches(lower, known, n=1)), None)
+
+
+def nearest(name: object, known: Collection[str]) -> str:
+    """The known name that an unknown one stands for, as in " (did you mean 'max_new_tokens'?)"; "" if none."""
+    found = meant(name, known)
+    return f" (did you mean {found!r}?)" if found is not None else ""

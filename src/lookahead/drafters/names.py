@@ -173,8 +173,8 @@ def _with_settings(base: Drafter | type[Drafter], settings: Mapping[str, Any]) -
         if name not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise SettingsError(f"{kind.name} has no setting {key!r:.80}{nearest(key, known)}; {has}")
-        if name in resolved and resolved[name] != value:
-            raise SettingsError(f"{name} is given twice with different values")
+        if name in resolved:
+            raise SettingsError(f"{name} is given twice; give each setting once")
         if name == "sources" and isinstance(value, str):
             value = tuple(filter(None, re.split(r"[+,]", value)))
         resolved[name] = value

@@ -9,11 +9,10 @@ model, machine and version of vLLM measure nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import median
 
 from ..core import SettingsError
 from ..drafters.adaptive.cost import CostCurve, fitted
-from ..drafters.adaptive.measure import STEADY
+from ..drafters.adaptive.measure import is_steady
 from ..drafters.adaptive.model_curves import load_curve, save_curve
 
 #: Steps of each number of rows that count.
@@ -37,7 +36,7 @@ class StepCosts:
         self._notice = notice
         self._saves = True
         #: k of each step to measure, in order; 1 stands for a step without drafts.
-        self._plan = sorted({1, 2, (most + 1) // 2, most}, reverse=True) * (DISCARDED + ROUNDS)
+        self._plan = sorted({1, 2, (most + 1) // 2, most}) * (DISCARDED + ROUNDS)
         self._seconds: dict[int, list[float]] = {}
         self._curves: dict[int, CostCurve] = {}
 
@@ -73,7 +72,7 @@ class StepCosts:
         self._curves[group] = curve = CostCurve(
             {0: fitted({rows: min(some) for rows, some in times.items()})}
         )
-        if self._saves and median(times[1]) <= STEADY * min(times[1]):
+        if self._saves and all(map(is_steady, times.values())):
             try:
                 save_curve(self._of(group), curve)
             except SettingsError as error:

@@ -16,9 +16,13 @@ from typing import Any
 import numpy as np
 
 from ..core import SettingsError
-from ..drafters.adaptive.calibration import GREEDY_GUESSES, PROBABILITIES, SAMPLED_GUESSES
-from ..drafters.adaptive.memory import GUESSES
-from ..drafters.adaptive.sources.light_head import sampled_guess_kinds
+from ..drafters.adaptive.sources.light_head import (
+    GREEDY_GUESSES,
+    GUESSES,
+    PROBABILITIES,
+    SAMPLED_GUESSES,
+    sampled_guess_kinds,
+)
 from .self_text import TEMPERATURE
 from .table import limited
 from .text_parts import read_part

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from ..core import SettingsError
-from ..drafters.adaptive.calibration import BASE_AXES, ORDERS
-from ..drafters.adaptive.memory import Trie
+from ..drafters.adaptive.calibration import ORDERS
 from ..drafters.adaptive.sources import base_table
-from ..drafters.adaptive.sources.base_table import ABSENT, ARRAYS, STEP
+from ..drafters.adaptive.sources.base_table import ABSENT, ARRAYS, BASE_AXES, STEP, Trie
 from .self_text import TEMPERATURE
 from .text_parts import Text
 

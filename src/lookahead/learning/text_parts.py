@@ -17,6 +17,9 @@ import errno
 import os
 import signal
 import threading
+import tokenize
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,9 +31,23 @@ from filelock import FileLock, Timeout
 
 from ..core import SettingsError
 from ..core.errors import first_line
-from ..drafters.adaptive.state import MALFORMED
 from ..records import not_writable
 
+#: What numpy and zipfile raise for malformed .npz files. A header's shape may exceed the memory, its text is parsed
+#: as Python, and a member may be encrypted (RuntimeError).
+MALFORMED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    OSError,
+    EOFError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 #: The kinds of texts: an answer to a request from ``openings``, a request written by the model, the model's answer to
 #: such a request.
 ANSWER, REQUEST, OWN_ANSWER = range(3)

@@ -6,7 +6,6 @@ ignored, because clients send back what they received from other servers.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -22,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from ..core.errors import meant
 from ..option import offered
 from ..options import DraftOptions
 
@@ -137,9 +137,7 @@ def suggestion(model: type[BaseModel], path: list[str]) -> str | None:
         if not found:
             return None
         model = found[0]
-    known = list(model.model_fields)
-    meant = [other for other in OTHER_NAMES.get(name.lower(), ()) if other in known]
-    return next(iter(meant or get_close_matches(name.lower(), known, n=1)), None)
+    return meant(name, list(model.model_fields), OTHER_NAMES)
 
 
 class Lenient(BaseModel):

@@ -3,13 +3,14 @@
 It uses numpy and the core, but neither torch nor a model. docs/adaptive.md explains it. Only ``drafter`` and
 ``settings`` are imported here, because the other modules import numpy and numba:
 
-    draft_state   the drafting state of one sequence
-    rows, cost    the rule for the number of rows, and its cost curve
-    grow, learn   compiled code that grows the tree and learns from a step; grower owns its memory
-    calibration   the estimated accuracy of proposals
-    sources/      the sources of proposals
-    state         statistics that may be kept across sequences
-    measure       measures the cost curve of a target
+    draft_state             the drafting state of one sequence
+    rows, cost              the rule for the number of rows, and its cost curve
+    grow, learn             compiled code that grows the tree and learns from a step
+    sequence_memory         owns what this code reads and writes (``memory``, ``layout``)
+    sources/                the sources of guesses, one file each
+    calibration             the estimated accuracy of proposals
+    state                   statistics that sequences may share
+    measure, model_curves   measure, save and find the cost curve of a model
 """
 
 from .drafter import Adaptive

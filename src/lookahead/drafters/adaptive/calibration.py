@@ -35,6 +35,7 @@ The features of a bucket:
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any
@@ -42,22 +43,16 @@ from typing import Any
 import numpy as np
 
 from ...jit import compiled
-from .memory import BUCKET, Calibration
+from .layout import BUCKET
 
 PRIOR_WEIGHT = 4.0
 #: Upper limit of an edge's probability, and of the sum over the edges under one node.
 MAX_PROBABILITY = 0.98
-#: Initial trials of the light head's pairs with other sources, since a sequence sees few of each pair.
-HEAD_TRIALS = 24.0
 #: Beyond this many trials, hits and trials are halved, so that a warm state adapts to a new workload.
 MAX_TRIALS = 4000.0
 
 #: Upper ends of the confidence levels, except the last.
 LEVELS = (0.005, 0.015, 0.04, 0.1, 0.2, 0.35, 0.55, 0.75, 0.9)
-#: Suffix matches: the highest order with its own buckets, upper ends of the shares, number of buckets per order.
-MATCH_ORDERS = 8
-SHARES = (0.12, 0.3, 0.55, 0.9)
-MATCH_KINDS = (len(SHARES) + 1) * 3 * 2
 #: The logit cache has keys of the last one, two and three tokens.
 ORDERS = 3
 #: The origin of a row: on the path, or on a rejected branch.
@@ -74,30 +69,14 @@ NO_SECOND = BINS // 2
 FINE = 20
 BIN_OF = np.searchsorted(DISTANCES, np.arange(256) / FINE)
 HEIGHTS = np.array([0.5, 1.5, 3.0], dtype=np.float32)
-#: The base table: upper ends of the intervals of a context's count, and of a negative log-probability (0.9, 0.75,
-#: 0.55, 0.4, 0.28, 0.2, 0.12, 0.07, 0.04, 0.02 and 0.01), except the last.
-BASE_COUNTS = (1, 3, 15)
-BASE_LOGS = (0.105, 0.288, 0.598, 0.916, 1.273, 1.609, 2.12, 2.659, 3.219, 3.912, 4.605)
-#: The axes of the buckets of the base table: greedy and sampled.
-BASE_AXES = (
-    (ORDERS, len(BASE_COUNTS) + 1, 2, len(BASE_LOGS) + 1),
-    (ORDERS, len(BASE_COUNTS) + 1, len(HEIGHTS) + 1, KINDS),
-)
 #: Joint buckets: the root's children, the next two depths, deeper.
 ZONES = 3
-#: The last step's answers at this position: this token first, or this token later; 0 is other tokens or none.
-ANSWERED_BEST, ANSWERED_LATER = 1, 2
+#: Answers of the last step at a position: none or other tokens, this token first, this token later (``jacobi``).
 ANSWERED = 3
 #: States of a source: LEVELS, then OTHER + level, then NOTHING.
 OTHER = len(LEVELS) + 1
 NOTHING = 2 * OTHER
 STATES = 2 * OTHER + 1
-#: The light head: levels of guesses with their own buckets, and upper ends of its probabilities, except the last.
-GUESS_LEVELS = 3
-PROBABILITIES = np.array(
-    [0.005, 0.015, 0.03, 0.06, 0.1, 0.15, 0.2, 0.28, 0.36, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95]
-)
-GREEDY_GUESSES, SAMPLED_GUESSES = len(PROBABILITIES) + 1, (len(HEIGHTS) + 1) * KINDS
 AGREEMENT = STATES * STATES
 ZONE = ANSWERED * AGREEMENT
 
@@ -134,42 +113,27 @@ def load(buckets: Any, hits: Any, trials: Any) -> None:
     buckets["level"] = np.searchsorted(LEVELS, estimate)
 
 
-def new_calibration(sampled: bool) -> Calibration:
-    """Buckets with priors and no trials, for greedy or sampled decoding."""
-    return Calibration(*(part.copy() for part in _beginning(sampled)))
+def new_buckets(fits: Sequence[Any], shape: tuple[int, ...] = (-1,)) -> Any:
+    """Buckets without trials, with fitted priors.
+
+    Args:
+        fits: the log-odds of each axis of the buckets; a bucket's are their sum (``scripts/fit_priors.py``).
+        shape: the shape of the result.
+    """
+    odds = reduce(np.add.outer, map(np.asarray, fits))
+    return buckets_of(1 / (1 + np.exp(-odds.reshape(shape))))
+
+
+def buckets_of(priors: Any) -> Any:
+    """Buckets without trials, with these priors."""
+    buckets = np.zeros(np.shape(priors), BUCKET)
+    buckets["prior"] = priors
+    load(buckets, buckets["hits"], buckets["trials"])
+    return buckets
 
 
 @cache
-def _beginning(sampled: bool) -> Calibration:
-    """The initial buckets. Priors are sums of log-odds, one per feature, fitted by scripts/fit_priors.py."""
-    fits = json.loads(Path(__file__).with_name("priors.json").read_text())["sampled" if sampled else "greedy"]
-    parts = {}
-    for kind in Calibration._fields:
-        if kind == "guesses":  # a head includes the counts of its own guesses (``count_guesses``)
-            priors = np.full((GUESS_LEVELS, SAMPLED_GUESSES if sampled else GREEDY_GUESSES), 0.05)
-        else:
-            odds = reduce(np.add.outer, map(np.asarray, fits[kind]))
-            priors = 1 / (1 + np.exp(-odds.reshape((ORDERS, -1) if kind == "logits" else -1)))
-        if kind == "matches":
-            priors = np.stack([priors] * 2)
-        buckets = np.zeros(priors.shape, BUCKET)
-        buckets["prior"] = priors
-        load(buckets, buckets["hits"], buckets["trials"])
-        parts[kind] = buckets
-    return Calibration(**parts)
-
-
-def count_guesses(calibration: Calibration, hits: Any, trials: Any) -> None:
-    """Initialize the buckets of a light head.
-
-    The buckets of its guesses start with its own counts; levels beyond its deepest use the deepest. The buckets of
-    its pairs with other sources start with ``HEAD_TRIALS`` trials of their priors.
-
-    Args:
-        calibration: the buckets.
-        hits, trials: the head's counts, (levels, kinds).
-    """
-    level = np.minimum(np.arange(GUESS_LEVELS), len(hits) - 1)
-    load(calibration.guesses, np.asarray(hits)[level], np.asarray(trials)[level])
-    both = calibration.both
-    load(both, HEAD_TRIALS * both["prior"], np.full(both.shape, HEAD_TRIALS))
+def fits_of(sampled: bool) -> dict[str, Any]:
+    """The fitted log-odds by name, for greedy or sampled decoding."""
+    fits = json.loads(Path(__file__).with_name("priors.json").read_text())
+    return dict(fits["sampled" if sampled else "greedy"])

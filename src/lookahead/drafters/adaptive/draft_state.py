@@ -1,8 +1,8 @@
 """The drafting state of one sequence, which drafts and learns from each step.
 
-``grower`` owns the memory and grows trees from all sources, ``rows`` chooses the number of rows, ``state`` contains
-the statistics that sequences may share. No clock is read: equal tokens, logits, statistics and cost curves give equal
-drafts.
+``sequence_memory`` owns the memory and grows trees from all sources, ``rows`` chooses the number of rows, ``state``
+contains the statistics that sequences may share. No clock is read: equal tokens, logits, statistics and cost curves
+give equal drafts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .base_files import usable_table
 from .calibration import MAX_PROBABILITY
 from .cost import CONTEXT_STEP, CostCurve
 from .for_model import ForModel
-from .grower import Grower
-from .learn import CREDITED
 from .rows import EXPLORATION, RowRule
+from .sequence_memory import SequenceMemory
 from .settings import AdaptiveSettings
+from .sources import SOURCES
 from .state import AdaptiveState
 
 
@@ -34,9 +34,6 @@ class AdaptiveDraftState(DraftState):
         sequence: without a vocabulary, V is assumed to be the largest token seen plus one, and different contexts
             may then have the same key.
         for_model: without a cost curve, ``CostCurve.assumed`` is used.
-
-    Raises:
-        SettingsError: the state belongs to another model.
     """
 
     def __init__(
@@ -46,8 +43,6 @@ class AdaptiveDraftState(DraftState):
         sequence: Start,
         for_model: ForModel | None = None,
     ) -> None:
-        if state is not None and sequence.vocabulary:
-            state.check(sequence.vocabulary)
         # The inputs.
         given = for_model if for_model is not None else ForModel()
         self._settings = settings
@@ -62,7 +57,7 @@ class AdaptiveDraftState(DraftState):
 
         # The parts, created when the first tree is grown.
         self._rule = RowRule()
-        self._grower: Grower | None = None
+        self._memory: SequenceMemory | None = None
         #: Tokens that the sources have not read: all of them before the first tree, later those of plain steps.
         self._unread = sequence.text
         self._last = sequence.first
@@ -105,14 +100,13 @@ class AdaptiveDraftState(DraftState):
         return tree
 
     def _grow(self, limit: int, max_depth: int) -> TokenTree:
-        grower = self._ready()
-        grower.hidden = self._hidden
-        grow = grower.grow_chain if self._settings.chain else grower.grow
+        memory = self._ready()
+        memory.hidden = self._hidden
+        grow = memory.grow_chain if self._settings.chain else memory.grow
         pay = grow(limit, max_depth, self._rule.rate, self._rule.bias)
-        if grower.guesses is not None:
-            self._guessed = grower.guesses.used * grower.guesses.head.cost
-        grower.cut(pay)
-        return grower.tree()
+        self._guessed = memory.served
+        memory.cut(pay)
+        return memory.tree()
 
     def _choose_table(self, batch: int) -> None:
         """Read the costs for this length of the context and this number of sequences."""
@@ -130,8 +124,8 @@ class AdaptiveDraftState(DraftState):
             costs, slopes = self._curve.table(size, context, batch)
             self._costs, self._slopes = costs.tolist(), slopes.tolist()
             self._rule.drafting = self._curve.drafting_of(batch, context)
-        if self._grower is not None:
-            self._grower.use_costs(self._costs, self._slopes, self._rule.drafting)
+        if self._memory is not None:
+            self._memory.use_costs(self._costs, self._slopes, self._rule.drafting)
 
     def _may_pay(self) -> bool:
         """Whether to grow a tree: not during a pause, nor if even certain rows would cost more than they gain."""
@@ -139,31 +133,30 @@ class AdaptiveDraftState(DraftState):
             return True
         return not self._rule.pause and self._slopes[1] < MAX_PROBABILITY + EXPLORATION
 
-    def _ready(self) -> Grower:
-        """The grower, after it has read all tokens of the sequence."""
+    def _ready(self) -> SequenceMemory:
+        """The memory, after it has read all tokens of the sequence."""
         config = self._settings
-        grower = self._grower
-        if grower is None:
+        memory = self._memory
+        if memory is None:
             state = self._state if self._state is not None else AdaptiveState(config)
             vocabulary = max(self._vocabulary, max(self._unread) + 1)
-            state.check(vocabulary)
             with state.lock:
-                grower = self._grower = Grower(
+                memory = self._memory = SequenceMemory(
                     state,
                     vocabulary,
                     config,
                     before=self._prompt[0],
                     noise=self._sampling,
-                    use_corpus=self._state is not None,
+                    keeps=self._state is not None,
                     head=self._head,
                     table=self._table if "base" in config.sources else None,
                 )
-            grower.use_costs(self._costs, self._slopes, self._rule.drafting)
+            memory.use_costs(self._costs, self._slopes, self._rule.drafting)
         if self._unread:
-            grower.read(self._unread)
+            memory.read(self._unread)
             self._unread = []
-        grower.count_emitted(self._emitted)
-        return grower
+        memory.count_emitted(self._emitted)
+        return memory
 
     def observe(self, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]) -> None:
         # The averages of the rule include steps without a tree.
@@ -171,12 +164,12 @@ class AdaptiveDraftState(DraftState):
         unused = self._rule.drafting if self._grown and rows == 1 else 0.0
         self._rule.count(len(tokens), self._costs[rows] + unused + self._guessed)
         self._plain_steps += len(tree) == 1
-        grower = self._grower
-        if not self._grown or grower is None:
+        memory = self._memory
+        if not self._grown or memory is None:
             self._rule.rest()
             self._unread.extend(tokens)
         else:
-            self._study(grower, tree, scores, path, tokens)
+            self._study(memory, tree, scores, path, tokens)
         self._last = tokens[-1]
         self._emitted += len(tokens)
         if self._head is not None:
@@ -190,7 +183,12 @@ class AdaptiveDraftState(DraftState):
                 )
 
     def _study(
-        self, grower: Grower, tree: TokenTree, scores: Scores, path: Sequence[int], tokens: Sequence[int]
+        self,
+        memory: SequenceMemory,
+        tree: TokenTree,
+        scores: Scores,
+        path: Sequence[int],
+        tokens: Sequence[int],
     ) -> None:
         """Learn from the logits of all rows of a step.
 
@@ -198,9 +196,9 @@ class AdaptiveDraftState(DraftState):
         those rows.
         """
         rows = len(tree)
-        grower.cut(rows)
-        grower.learn(scores, path, tokens, rows)
-        expected = grower.expected
+        memory.cut(rows)
+        memory.learn(scores, path, tokens, rows)
+        expected = memory.expected
         self._rule.count_grown(rows, expected, len(tokens))
         self._offered += expected - 1
         self._accepted += len(tokens) - 1
@@ -215,30 +213,31 @@ class AdaptiveDraftState(DraftState):
             parent = len(tree) - 1 if self._settings.chain else number % len(tree)
             if self._settings.chain or tree.depths[parent] < max(1, deepest):
                 tree.add(31 * number % vocabulary, parent, needs_logits=True)
-        if self._grower is not None:
-            self._grower.adopt(tree)
+        if self._memory is not None:
+            self._memory.adopt(tree)
 
     @property
     def estimates(self) -> list[float]:
         """The estimated probability of each node of the last tree."""
-        return self._grower.probabilities if self._grown and self._grower is not None else []
+        return self._memory.probabilities if self._grown and self._memory is not None else []
 
     def trace(self, tree: TokenTree | None) -> dict[str, Any]:
         """The estimated probability that verification reaches each row, and the sources that proposed it."""
-        grower = self._grower
-        if tree is None or len(tree) == 1 or grower is None:
+        memory = self._memory
+        if tree is None or len(tree) == 1 or memory is None:
             return {}
         return {
-            "probabilities": [round(probability, 4) for probability in grower.probabilities],
-            "sources": [[], *(grower.sources_of(row) for row in range(1, grower.rows))],
+            "probabilities": [round(probability, 4) for probability in memory.probabilities],
+            "sources": [[], *(memory.sources_of(row) for row in range(1, memory.rows))],
         }
 
     def stats(self) -> dict[str, float]:
         """Accepted tokens by source, expected and observed acceptance, and plain steps."""
-        credit = dict.fromkeys(CREDITED, 0) if self._grower is None else self._grower.credit
+        credit = {source.name: 0 for source in SOURCES} if self._memory is None else self._memory.credit
         figures: dict[str, float] = {f"accepted_by_{name}": count for name, count in credit.items()}
         figures |= {"expected_acceptance": self._offered, "acceptance": self._accepted}
         if self._head is not None:
-            guesses = None if self._grower is None else self._grower.guesses
-            figures["head_calls"] = 0 if guesses is None else guesses.calls
+            figures["head_calls"] = 0
+        if self._memory is not None:
+            figures |= self._memory.figures()
         return figures | {"plain_steps": self._plain_steps}

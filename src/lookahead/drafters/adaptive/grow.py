@@ -34,155 +34,84 @@ from __future__ import annotations
 from typing import Any
 
 from ...jit import compiled, entry, int64
-from .calibration import (
-    AGREEMENT,
-    ANSWERED_BEST,
-    ANSWERED_LATER,
-    MAX_PROBABILITY,
-    NOTHING,
-    OTHER,
-    STATES,
-    ZONE,
-)
-from .memory import BY_ARRAY, CORPUS, SUFFIX, TO_ASK, Memory, index_of, unpack
+from .calibration import MAX_PROBABILITY, NOTHING, OTHER, STATES, ZONE
+from .layout import BY_ARRAY, MATCHES, TO_ASK, index_of
+from .memory import Memory, unpack
 from .rows import choose, pays
-from .sources import base_table, logit_cache
-from .sources.light_head import GAINS, combine, guess_level
-from .sources.suffix import match
+from .sources import SOURCES
+from .sources.source import TextSource, chain
 
 #: The sources are asked under a row once its probability times this factor is the largest in the heap.
 EXPANSION_FACTOR = 0.5
-#: Return values of ``grow``: the tree is complete, or the row ``step.wanted`` needs guesses of the head or noise.
-COMPLETE, GUESS_WANTED, NOISE_WANTED = 0, 1, 2
+#: Return values of ``grow``: the tree is complete, the row ``step.wanted`` needs noise, or, from ``SERVICE_WANTED``
+#: on, the source with that number must serve the row.
+COMPLETE, NOISE_WANTED, SERVICE_WANTED = 0, 1, 2
 #: Edges with a smaller probability are ignored.
 MIN_PROBABILITY = 0.002
 
 
+#: Number of text sources.
+TEXTS = sum(issubclass(source, TextSource) for source in SOURCES)
+_propose, _refine, _wants = (chain(SOURCES, name) for name in ("propose", "refine", "wants"))
+
+
 @compiled
 def _match_level(memory: Memory, node: int, token: int) -> int:
-    """The confidence level of a token by the suffix matches of both tries; -1 if neither proposes it.
+    """The highest confidence level of a token by the text sources; -1 if none proposes it.
 
     If ``token`` is -1, the highest level of any proposed token.
     """
-    level = -1
-    for source in (SUFFIX, CORPUS):
-        for proposed in memory.tree.matches[source, node]:
+    level = int64(-1)
+    for number in range(TEXTS):
+        for index in range(MATCHES):
+            proposed = memory.tree.matches[number, node, index]
             if proposed.token < 0:
                 break
             if token < 0 or proposed.token == token:
-                level = max(level, memory.calibration.matches[source, proposed.bucket].level)
+                level = max(level, int64(proposed.level))
     return level
 
 
 @compiled
-def _recall(memory: Memory, node: int) -> int:
-    """Collect the proposals of logit cache and base table. Returns the state of a token that neither proposes.
-
-    Sets each proposal's bucket of the pair, or -1 if the base table has no entry; the confidence is then the logit
-    cache's own.
-    """
-    logit_cache.propose(memory, node)
-    base_table.propose(memory, node)
-    row = memory.tree.nodes[node]
-    proposals = memory.tree.proposals[node]
-    calibration = memory.calibration
-    # The best level of each source, from which follows its state for a token that only the other proposes.
-    cached, base = int64(-1), int64(-1)
-    for index in range(row.recalled):
-        proposal = proposals[index]
-        if proposal.kind >= 0:
-            cached = max(cached, calibration.logits[row.order, proposal.kind].level)
-        if proposal.base_kind >= 0:
-            base = max(base, calibration.base[proposal.base_kind].level)
-    not_cached = OTHER + cached if cached >= 0 else NOTHING
-    not_in_base = OTHER + base if base >= 0 else NOTHING
-
-    # The bucket of the pair for each proposal, and the highest confidence.
-    highest = int64(-1)
-    for index in range(int64(row.recalled)):
-        proposal = proposals[index]
-        proposal.pair = -1
-        if base >= 0:
-            first = calibration.logits[row.order, proposal.kind].level if proposal.kind >= 0 else not_cached
-            second = calibration.base[proposal.base_kind].level if proposal.base_kind >= 0 else not_in_base
-            proposal.pair = first * STATES + second
-        if index == 0 or base >= 0:
-            highest = max(highest, _confidence(memory, node, index))
-    return OTHER + highest if highest >= 0 else NOTHING
-
-
-@compiled
-def _confidence(memory: Memory, node: int, index: int) -> int:
-    """The level of a proposal of the logit cache, the base table or both."""
-    proposal = memory.tree.proposals[node, index]
-    if proposal.pair >= 0:
-        return int64(memory.calibration.pairs[proposal.pair].level)
-    return int64(memory.calibration.logits[memory.tree.nodes[node].order, proposal.kind].level)
-
-
-@compiled
 def ask(memory: Memory, node: int) -> None:
-    """Collect all proposals under a row: logit cache, base table, suffix matches, last step's answers."""
+    """Collect the proposals of all sources under a row, and select their joint buckets."""
     row = memory.tree.nodes[node]
     proposals = memory.tree.proposals[node]
     zone = 0 if row.depth == 0 else ZONE if row.depth < 3 else 2 * ZONE
-    match(memory.texts[SUFFIX], memory.tree, SUFFIX, node)
-    match(memory.texts[CORPUS], memory.tree, CORPUS, node)
-    unrecalled = _recall(memory, node)
+    row.recalled = 0
+    row.rest = NOTHING
+    _propose(memory, node)
 
-    # First the proposals of the logit cache and the base table, each with the state of the suffix matches.
+    # First the proposals of the logit cache and the base table, each with the state of the text sources.
     best = _match_level(memory, node, -1)
     unmatched = zone + (OTHER + best if best >= 0 else NOTHING) * STATES
     count = int64(row.recalled)
     for index in range(count):
         proposal = proposals[index]
-        confidence = _confidence(memory, node, index)
         level = _match_level(memory, node, int64(proposal.token))
-        proposal.joint = confidence + (zone + level * STATES if level >= 0 else unmatched)
+        proposal.joint = proposal.level + (zone + level * STATES if level >= 0 else unmatched)
 
-    # Then the tokens that only the suffix matches propose.
-    for source in (SUFFIX, CORPUS):
-        for proposed in memory.tree.matches[source, node]:
+    # Then the tokens that only text sources propose.
+    for number in range(TEXTS):
+        for proposed in memory.tree.matches[number, node]:
             if proposed.token < 0:
                 break
             if index_of(proposals, count, int64(proposed.token)) < 0:
                 level = _match_level(memory, node, int64(proposed.token))
-                proposals[count].token = proposed.token
-                proposals[count].joint = zone + level * STATES + unrecalled
+                proposals[count].token, proposals[count].source = proposed.token, number
+                proposals[count].joint = zone + level * STATES + row.rest
                 count += 1
-
-    # Then the last step's answers at this position.
-    if row.depth < len(memory.answers):
-        answered = ANSWERED_BEST
-        for token in memory.answers[row.depth]:
-            if token < 0:
-                break
-            index = index_of(proposals, count, token)
-            if index < 0:
-                index = count
-                proposals[index].token = token
-                proposals[index].joint = unmatched + unrecalled
-                count += 1
-            proposals[index].joint += answered * AGREEMENT
-            answered = ANSWERED_LATER
+    for index in range(count):
+        proposals[index].probability = memory.joint[proposals[index].joint].probability
+    row.rest += unmatched
     row.proposals = count
     row.asked = 1
-    if row.guess >= 0:
-        combine(memory, node)
-
-
-@compiled
-def probability_of(memory: Memory, row: Any, proposal: Any) -> float:
-    """The estimated probability of a proposal under a row."""
-    if row.guess >= 0:
-        return float(memory.calibration.both[proposal.both].probability)
-    return float(memory.calibration.joint[proposal.joint].probability)
+    _refine(memory, node)
 
 
 @compiled
 def _expand(memory: Memory, node: int) -> int:
-    """Ask the sources under a node and sort its edges, likeliest first. Returns the number of edges."""
-    ask(memory, node)
+    """Sort the edges of a node whose sources have been asked, likeliest first. Returns the number of edges."""
     row = memory.tree.nodes[node]
     proposals = memory.tree.proposals[node]
     edges = memory.tree.edges[node]
@@ -190,13 +119,13 @@ def _expand(memory: Memory, node: int) -> int:
     # Scale the probabilities if their sum exceeds the limit.
     total = 0.0
     for i in range(row.proposals):
-        total += probability_of(memory, row, proposals[i])
+        total += proposals[i].probability
     scale = row.probability if total <= MAX_PROBABILITY else row.probability * MAX_PROBABILITY / total
 
     # Insertion sort by the probability of the path, then by token.
     count = 0
     for i in range(row.proposals):
-        own = probability_of(memory, row, proposals[i])
+        own = proposals[i].probability
         token = proposals[i].token
         if own > MIN_PROBABILITY:
             probability = own * scale
@@ -304,7 +233,8 @@ def add(memory: Memory, parent: int, token: int, probability: float) -> int:
     row.pair = above * step.vocabulary + token
     row.asked = 0
     row.guess = -1
-    tree.contexts[0, node] = tree.contexts[1, node] = -1
+    for number in range(TEXTS):
+        tree.contexts[number, node] = -1
     tree.sizes[0].rows = node + 1
     return depth
 
@@ -316,25 +246,6 @@ def lacks_noise(memory: Memory, depth: int) -> bool:
         return False
     position = memory.step[0].position + depth
     return bool(memory.noise_positions[position % len(memory.noise_positions)] != position)
-
-
-@compiled
-def wants_guess(memory: Memory, node: int) -> bool:
-    """Whether the light head should guess under a row, i.e. whether its expected gain is worth its time."""
-    step = memory.step[0]
-    row = memory.tree.nodes[node]
-    if row.guess >= 0 or row.depth >= step.guess_depth:
-        return False
-    if row.parent >= 0 and memory.tree.nodes[row.parent].guess < 0:
-        return False
-    if row.probability * GAINS[guess_level(row)] < step.guess_price:
-        return False
-    ask(memory, node)
-    best = 0.0
-    for index in range(row.proposals):
-        joint = memory.tree.proposals[node, index].joint
-        best = max(best, memory.calibration.joint[joint].probability)
-    return bool(row.probability * (1 - best) * GAINS[guess_level(row)] >= step.guess_price)
 
 
 @compiled
@@ -351,8 +262,10 @@ def _take(memory: Memory, limit: int, max_depth: int) -> int:
             memory.step[0].wanted = node
             if lacks_noise(memory, int64(nodes[node].depth)):
                 return NOISE_WANTED
-            if wants_guess(memory, node):
-                return GUESS_WANTED
+            ask(memory, node)
+            number: int = _wants(memory, node)
+            if number >= 0:
+                return SERVICE_WANTED + number
             if _expand(memory, node):
                 _replace_first(heap, sizes.heap, tree.edges[node, 0].probability, node, 0)
             else:
@@ -385,9 +298,9 @@ def grow(packed: Any, limit: int, max_depth: int, rate: float, bias: float, fres
         fresh: whether to begin a new tree.
 
     Returns:
-        ``COMPLETE``; ``GUESS_WANTED`` if the light head must guess under the row ``step.wanted``; ``NOISE_WANTED`` if
-        the noise at the depth of that row is not in ``memory.noise`` yet. The caller then provides the guesses or the
-        noise and calls again with ``fresh`` False to continue the same tree.
+        ``COMPLETE``; ``NOISE_WANTED`` if the noise at the depth of the row ``step.wanted`` is not in ``memory.noise``
+        yet; ``SERVICE_WANTED`` plus the number of a source that must serve that row (``Source.serve``). The caller
+        then provides it and calls again with ``fresh`` False to continue the same tree.
     """
     memory = unpack(packed)
     tree = memory.tree

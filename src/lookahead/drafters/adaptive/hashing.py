@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...jit import compiled, entry, int64
-from .memory import SLOT
+from .layout import SLOT
 
 
 def new_slots(*shape: int) -> Any:

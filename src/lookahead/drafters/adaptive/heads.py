@@ -9,10 +9,9 @@ from ...core import NumericalError, OutOfMemory, SettingsError, Target
 from ...model import Model
 from ...records import cache_folder
 from .base_files import existing_files
-from .calibration import GREEDY_GUESSES, SAMPLED_GUESSES
 from .model_curves import measuring
 from .sources.head_file import HeadWeights, load_head
-from .sources.light_head import LightHead
+from .sources.light_head import GREEDY_GUESSES, SAMPLED_GUESSES, LightHead
 
 #: The heads included in this package.
 INCLUDED = Path(__file__).parents[2] / "heads"

@@ -1,8 +1,7 @@
-"""Learning from a step: compare every proposal with the target's own tokens, and keep every row's logits.
+"""Learning from a step: compare every proposal with the target's own tokens, and keep what the logits show.
 
-``learn`` is called once per step for which a tree was grown. It updates, in this order, the calibration (which kinds
-of proposals were correct), the target's token under each row, the logit cache, the answers for the next step, and the
-texts of the suffix tries.
+``learn`` is called once per step for which a tree was grown. It updates, in this order, the buckets (which kinds of
+proposals were correct), the target's token under each row, and the memories of the sources.
 """
 
 from __future__ import annotations
@@ -13,63 +12,24 @@ import numpy as np
 
 from ...jit import compiled, entry, int64
 from .calibration import count
-from .grow import add, ask
-from .memory import ANSWERS, CORPUS, MATCHES, SUFFIX, Memory, index_of, noise_of, unpack
+from .grow import TEXTS, add, ask
+from .layout import index_of, noise_of
+from .memory import Memory, unpack
 from .rows import expected_tokens
-from .sources.light_head import guess_level
-from .sources.logit_cache import write_rows
-from .sources.suffix import feed
+from .sources import SOURCES
+from .sources.source import chain
 
-#: The sources credited with accepted tokens.
-CREDITED = ("suffix", "logits", "base", "jacobi", "corpus", "head")
-BY_SUFFIX, BY_LOGITS, BY_BASE, BY_ANSWERS, BY_CORPUS, BY_HEAD = range(6)
+_judge_all, _learn_all, _feed_all = (chain(SOURCES, name) for name in ("judge", "learn", "feed"))
 
 
 @compiled
-def _source_of(memory: Memory, node: int, right: int, matched: int, recalled: int) -> int:
-    """The source to credit with an accepted token: the most specific one that proposed it; -1 if none did."""
-    row = memory.tree.nodes[node]
-    if matched == 0:
-        return BY_SUFFIX
-    if recalled == 0:
-        return BY_CORPUS
-    if 0 <= right < row.cached:
-        return BY_LOGITS
-    if 0 <= right < row.recalled:
-        return BY_BASE
-    if matched > 0:
-        return BY_SUFFIX
-    if recalled > 0:
-        return BY_CORPUS
-    if right >= 0 and memory.tree.proposals[node, right].joint < 0:
-        return BY_HEAD
-    return BY_ANSWERS if right >= 0 else -1
-
-
-@compiled
-def _judge_matches(memory: Memory, source: int, node: int, truth: int) -> int:
-    """Count hits and trials of the suffix matches at a node. Returns the index of the correct match, or -1."""
-    matches = memory.tree.matches[source, node]
-    right = index_of(matches, MATCHES, truth)
-    for index in range(MATCHES):
-        if matches[index].token < 0:
-            break
-        count(memory.calibration.matches[source, matches[index].bucket], index == right)
-    return right
-
-
-@compiled
-def _judge_guesses(memory: Memory, node: int, right: int) -> None:
-    """Count hits and trials of the light head's guesses at a node, alone and together with the other sources."""
-    row = memory.tree.nodes[node]
-    proposals = memory.tree.proposals[node]
-    calibration = memory.calibration
-    kinds = memory.guesses.kinds[row.guess]
-    level = guess_level(row)
-    for index in range(row.proposals):
-        count(calibration.both[proposals[index].both], index == right)
-        if proposals[index].guess >= 0:
-            count(calibration.guesses[level, kinds[proposals[index].guess]], index == right)
+def _source_of(memory: Memory, node: int, right: int, truth: int) -> int:
+    """The number of the source to credit with an accepted token: a text source that ranks it first, or else the first
+    one that proposed it; -1 if none did."""
+    for number in range(TEXTS):
+        if memory.tree.matches[number, node, 0].token == truth:
+            return number
+    return int64(memory.tree.proposals[node, right].source) if right >= 0 else -1
 
 
 @compiled
@@ -79,34 +39,19 @@ def _judge(memory: Memory, length: int) -> None:
     The target's token is known under each of these rows, so every proposal there is counted, whether or not it became
     a row of the tree.
     """
-    calibration = memory.calibration
     for i in range(length):
         node, truth = memory.path[i], memory.tokens[i]
         row = memory.tree.nodes[node]
         proposals = memory.tree.proposals[node]
         if row.asked == 0:
             ask(memory, node)
-        # The joint buckets, and those of the light head.
         right = index_of(proposals, row.proposals, truth)
         for index in range(row.proposals):
             if proposals[index].joint >= 0:
-                count(calibration.joint[proposals[index].joint], index == right)
-        if row.guess >= 0:
-            _judge_guesses(memory, node, right)
-        # The buckets of the logit cache and of the base table.
-        for index in range(row.recalled):
-            proposal = proposals[index]
-            if proposal.pair >= 0:
-                count(calibration.pairs[proposal.pair], index == right)
-            if proposal.kind >= 0:
-                count(calibration.logits[row.order, proposal.kind], index == right)
-            if proposal.base_kind >= 0:
-                count(calibration.base[proposal.base_kind], index == right)
-        # The suffix matches, and the source to credit with an accepted token.
-        matched = _judge_matches(memory, SUFFIX, node, truth)
-        recalled = _judge_matches(memory, CORPUS, node, truth)
+                count(memory.joint[proposals[index].joint], index == right)
+        _judge_all(memory, node, right, truth)
         if i < length - 1:
-            source = _source_of(memory, node, right, matched, recalled)
+            source = _source_of(memory, node, right, truth)
             if source >= 0:
                 memory.credit[source] += 1
 
@@ -135,37 +80,18 @@ def _find_own(memory: Memory, ids: Any, odds: Any) -> None:
 
 
 @compiled
-def _keep_answers(memory: Memory, length: int) -> None:
-    """Keep the target's tokens under this step's rows, by depth below the next root, in row order."""
-    answers = memory.answers
-    own = memory.own
-    answers[:] = -1
-    for node in range(memory.tree.sizes[0].rows):
-        depth = memory.tree.nodes[node].depth - length
-        if 0 <= depth < len(answers) and own[node] >= 0:
-            for index in range(ANSWERS):
-                if answers[depth, index] == own[node]:
-                    break
-                if answers[depth, index] < 0:
-                    answers[depth, index] = own[node]
-                    break
-
-
-@compiled
 def _append(memory: Memory, length: int) -> None:
-    """Append the emitted tokens to the sequence and to both tries."""
+    """Append the emitted tokens to the sequence."""
     step = memory.step[0]
     for i in range(length):
         step.before, step.previous, step.last = step.previous, step.last, memory.tokens[i]
     step.position += length
-    for text in memory.texts:
-        if len(text.contexts) > 0:
-            feed(text, memory.tokens, length)
+    _feed_all(memory, length)
 
 
 @entry
 def learn(packed: Any, ids: Any, odds: Any, length: int, rows: int) -> None:
-    """Update the calibration, the logit cache, the answers and the texts from the result of a step.
+    """Learn from the result of a step.
 
     Fills in ``memory.own``, adds to ``memory.credit`` and sets ``step.expected``.
 
@@ -182,10 +108,7 @@ def learn(packed: Any, ids: Any, odds: Any, length: int, rows: int) -> None:
         add(memory, int64(memory.tree.nodes[node].parent), int64(memory.tree.nodes[node].token), 0.0)
     _judge(memory, length)
     _find_own(memory, ids, odds)
-    if memory.step[0].use_logits:
-        write_rows(memory, ids, odds, length)
-    if memory.step[0].use_answers:
-        _keep_answers(memory, length)
+    _learn_all(memory, ids, odds, length)
     _append(memory, length)
 
 

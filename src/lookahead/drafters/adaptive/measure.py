@@ -34,8 +34,10 @@ CONTEXTS = (64, 512)
 PATIENCE = 2.0
 #: Largest number of steps after a context; each takes a position.
 MOST_STEPS = 128
-#: A measurement is kept if half of its plain passes took at most this many times the fastest.
-STEADY = 1.5
+#: The fastest pass is trusted if the second fastest took at most this many times as long.
+STEADY = 1.1
+#: Numbers of rows whose fastest passes must be trusted; larger ones are measured few times.
+CHECKED_ROWS = 8
 
 
 def measure(target: Target, patience: float = PATIENCE) -> tuple[CostCurve, bool]:
@@ -46,7 +48,7 @@ def measure(target: Target, patience: float = PATIENCE) -> tuple[CostCurve, bool
         patience: seconds for the whole measurement.
 
     Returns:
-        (the curve, whether other work disturbed the measurement so little that the curve may be kept).
+        (the curve, whether it can be trusted and kept: other work did not slow down most passes).
 
     Raises:
         SettingsError: the model has too few positions, or no step of several rows fits in memory or its vocabulary.
@@ -63,7 +65,7 @@ def measure(target: Target, patience: float = PATIENCE) -> tuple[CostCurve, bool
         plain = passes[1]
         rows[context] = fitted({number: min(some) for number, some in passes.items()})
         drafting.append(median(drafts) / min(plain))
-        steady &= median(plain) <= STEADY * min(plain)
+        steady &= all(is_steady(some) for number, some in passes.items() if number <= CHECKED_ROWS)
         if (perf_counter() - begin) * len(CONTEXTS) > 2 * patience:  # a slow model
             break
     if not rows:
@@ -71,6 +73,12 @@ def measure(target: Target, patience: float = PATIENCE) -> tuple[CostCurve, bool
             f"a cost curve needs steps of several rows after {CONTEXTS[0]} tokens, and this model has none"
         )
     return CostCurve(rows, min(drafting)), steady
+
+
+def is_steady(seconds: Sequence[float]) -> bool:
+    """Whether another pass was nearly as fast as the fastest one."""
+    fastest = sorted(seconds)[:2]
+    return fastest[-1] <= STEADY * fastest[0]
 
 
 def time_steps(
@@ -95,7 +103,9 @@ def time_steps(
     passes: dict[int, list[float]] = {rows: [] for rows in sizes}
     drafting = list[float]()
     settings = AdaptiveSettings(rows=sizes[-1])
-    state = AdaptiveDraftState(settings, None, Start([1 % target.vocabulary], 0, vocabulary=target.vocabulary))
+    state = AdaptiveDraftState(
+        settings, None, Start([1 % target.vocabulary], 0, vocabulary=target.vocabulary)
+    )
     target.prefill([(0, [0])])
     left = target.positions_left(0)  # 0 if unknown
     target.release(0)

@@ -1,6 +1,7 @@
 """The cost curves of loaded models: read from disk, or measured when a model is first used on a machine, and saved.
 
-A measurement that other work disturbed is used by its process but not saved, so the next process measures again.
+A measurement that other work disturbed is not saved, so the next process measures again. Its own process takes no row
+to cost less than it is assumed to, because a disturbed plain step makes rows look cheap.
 """
 
 from __future__ import annotations
@@ -180,11 +181,12 @@ def load_or_measure(target: Target, name: str, notice: Callable[[str], None], on
         # Some tokens have NaN logits, which sequences report when they occur; there is no memory; or the model's
         # context or vocabulary is too small.
         return CostCurve.assumed(on_gpu)
-    if steady:
-        try:
-            save_curve(name, curve)
-        except SettingsError as error:
-            notice(str(error))
+    if not steady:
+        return curve.at_least(CostCurve.assumed(on_gpu))
+    try:
+        save_curve(name, curve)
+    except SettingsError as error:
+        notice(str(error))
     return curve
 
 

@@ -18,9 +18,8 @@ r is the price of a plain step's time, does (renewal reward). An example:
 If many tokens of a sequence are accepted, r is larger: each plain step's time must yield more tokens, so the rule
 leaves out the less likely rows.
 
-**F.** F(k) is 1 plus the sum of the probabilities of the k - 1 drafted rows. These probabilities are discounted by
-depth (``DEEPER``) and multiplied by the ratio of accepted to expected tokens in recent steps. EXPLORATION is what the
-logits of one more row, accepted or not, add to later steps.
+**F.** F(k) is 1 plus the sum of the probabilities of the k - 1 drafted rows, multiplied by the ratio of accepted to
+expected tokens in recent steps. EXPLORATION is what the logits of one more row, accepted or not, add to later steps.
 
 **One row.** k = 1 is always possible. The rule chooses after the tree has been grown, so even one row costs a plain
 step plus the drafting. To limit this overhead, a tree for which the rule chose one row is followed by 0, 1, 3, 7, ...
@@ -34,18 +33,9 @@ from __future__ import annotations
 
 from math import ceil
 
-import numpy as np
-
-from ...jit import compiled, int64
+from ...jit import compiled
 from .memory import Memory
 
-#: The factor of a row's probability in F for each level below the first. It dates from when deep rows were
-#: overestimated: at the sixth level, 0.34 of the tokens were accepted where 0.44 were expected. With the base table
-#: of 2026-11-26, the probabilities are right without it, so it underestimates deep rows. It stays, because without it
-#: the rule was not better (dev/LOG.md, "the rows' probabilities, by order and by depth").
-DEEPER = 0.88
-#: The product of the factors by depth; the last entry applies to all deeper rows.
-DISCOUNTS = DEEPER ** np.maximum(np.arange(64) - 1.0, 0)
 #: The gain of later steps from the logits of one more row, in tokens.
 EXPLORATION = 0.01
 #: Weight of one step in the moving averages of r and of the correction of F.
@@ -114,9 +104,9 @@ class RowRule:
 def pays(memory: Memory, rows: int, probability: float) -> bool:
     """Whether rows of this probability or less may pay off in a tree that has ``rows`` rows so far.
 
-    Rows come likeliest first, so growth ends at the first row that cannot pay off, even without a discount. In the
-    example of the module, the cheapest of the rows after the eighth costs 0.0625 plain steps; with r = 2, a row pays
-    off there from a probability of 0.115.
+    Rows come likeliest first, so growth ends at the first row that cannot pay off. In the example of the module,
+    the cheapest of the rows after the eighth costs 0.0625 plain steps; with r = 2, a row is worth adding there once
+    its probability reaches 0.115.
     """
     step = memory.step[0]
     return bool(probability * step.bias + EXPLORATION >= step.rate * memory.slopes[rows])
@@ -130,8 +120,7 @@ def choose(memory: Memory) -> int:
     best, best_value = 1, 1.0 - step.rate * memory.costs[1]
     expected = 1.0
     for row in range(1, memory.tree.sizes[0].rows):
-        depth = min(int64(nodes[row].depth), len(DISCOUNTS) - 1)
-        expected += nodes[row].probability * DISCOUNTS[depth] * step.bias + EXPLORATION
+        expected += nodes[row].probability * step.bias + EXPLORATION
         value = expected - step.rate * memory.costs[row + 1]
         if value > best_value:
             best, best_value = row + 1, value
@@ -144,5 +133,5 @@ def expected_tokens(memory: Memory) -> float:
     nodes = memory.tree.nodes
     expected = 0.0
     for row in range(memory.tree.sizes[0].rows):
-        expected += nodes[row].probability * DISCOUNTS[min(int64(nodes[row].depth), len(DISCOUNTS) - 1)]
+        expected += nodes[row].probability
     return expected

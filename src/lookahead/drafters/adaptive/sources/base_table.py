@@ -27,10 +27,11 @@ import json
 import math
 import mmap
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -38,17 +39,21 @@ from ....core import SettingsError
 from ....jit import compiled, int64
 from ....records import must, not_writable, replacing
 from ..calibration import (
-    BASE_AXES,
-    BASE_COUNTS,
-    BASE_LOGS,
     BINS,
     DISTANCES,
     HEIGHTS,
     KINDS,
     NO_SECOND,
+    NOTHING,
+    ORDERS,
+    OTHER,
+    STATES,
+    count,
     interval_of,
+    new_buckets,
 )
-from ..memory import BASE_PROPOSALS, Memory, Trie, index_of, noise_of
+from ..layout import BUCKET, index_of, noise_of
+from .source import Setup, Source
 
 FORMAT = "1"
 #: Largest file size, in bytes.
@@ -56,6 +61,17 @@ LARGEST_FILE = 1 << 30
 #: Largest number of tokens per entry.
 MAX_WIDTH = 64
 MAX_VOCABULARY = 1 << 24
+#: Largest number of tokens read from an entry.
+BASE_PROPOSALS = 8
+#: The base table: upper ends of the intervals of a context's count, and of a negative log-probability (0.9, 0.75,
+#: 0.55, 0.4, 0.28, 0.2, 0.12, 0.07, 0.04, 0.02 and 0.01), except the last.
+BASE_COUNTS = (1, 3, 15)
+BASE_LOGS = (0.105, 0.288, 0.598, 0.916, 1.273, 1.609, 2.12, 2.659, 3.219, 3.912, 4.605)
+#: The axes of the buckets of the base table: greedy and sampled.
+BASE_AXES = (
+    (ORDERS, len(BASE_COUNTS) + 1, 2, len(BASE_LOGS) + 1),
+    (ORDERS, len(BASE_COUNTS) + 1, len(HEIGHTS) + 1, KINDS),
+)
 #: A stored logarithm l means the probability exp(-l * STEP).
 STEP = np.float32(1 / 32)
 #: The stored logarithm that means no token.
@@ -79,6 +95,29 @@ ARRAYS = {
     "sampled_hits": np.float32,
     "sampled_trials": np.float32,
 }
+
+
+class Trie(NamedTuple):
+    """The base table: n contexts, of which n_1 have one token and n_2 have two; see the module."""
+
+    roots: Annotated[Any, "i4", 1]  # (V,): token -> its node, or -1
+    # (n_1 + n_2 + 1,): the children of node i are children[i] up to children[i + 1]
+    children: Annotated[Any, "i4", 1]
+    low: Annotated[Any, "u2", 1]  # (n,): the lower 16 bits of each context's last token
+    high: Annotated[Any, "u1", 1]  # (n,): its other bits
+    counts: Annotated[Any, "u1", 1]  # (n,): how often the context occurred, at most 255; 0 if it has no entry
+    ids_low: Annotated[Any, "u2", 2]  # (n, width): the tokens of the entry, likeliest first, split likewise
+    ids_high: Annotated[Any, "u1", 2]  # (n, width)
+    # (n, width): their negative log-probabilities, in steps; ABSENT after the last
+    logs: Annotated[Any, "u1", 2]
+
+
+class Base(NamedTuple):
+    """The table, and the buckets of its proposals."""
+
+    trie: Trie
+    buckets: Annotated[Any, BUCKET, 1]  # (kinds,)
+    pairs: Annotated[Any, BUCKET, 1]  # (kinds,): of the combination of the logit cache and the base table
 
 
 @compiled
@@ -154,11 +193,11 @@ def log_odds(trie: Trie, node: int, index: int) -> Any:
 
 
 @compiled
-def _score(memory: Memory, entry: int, index: int, depth: int) -> float:
+def _score(memory: Any, trie: Trie, entry: int, index: int, depth: int) -> float:
     """The log-odds of a candidate under a node of this depth, divided by the temperature, plus its noise."""
-    token = candidate(memory.base, entry, index)
+    token = candidate(trie, entry, index)
     return np.float64(
-        log_odds(memory.base, entry, index) / memory.step[0].temperature + noise_of(memory, depth, token)
+        log_odds(trie, entry, index) / memory.step[0].temperature + noise_of(memory, depth, token)
     )
 
 
@@ -179,16 +218,12 @@ def sampled_kind(trie: Trie, node: int, best: float, second: float, score: float
 
 
 @compiled
-def propose(memory: Memory, node: int) -> None:
+def _propose(memory: Any, own: Base, node: int, number: int) -> None:
     """Add the base table's proposals after those of the logit cache."""
     step = memory.step[0]
-    trie = memory.base
+    trie = own.trie
     row = memory.tree.nodes[node]
     proposals = memory.tree.proposals[node]
-    count = int64(row.cached)
-    for index in range(count):
-        proposals[index].base_kind = -1
-    row.recalled = count
 
     # The entry, its size and, when sampling, its two highest scores.
     above = memory.tree.nodes[row.parent].pair if node > 0 else step.before * step.vocabulary + step.previous
@@ -202,23 +237,61 @@ def propose(memory: Memory, node: int) -> None:
     best, second = -np.inf, -np.inf
     if step.sampled:
         for i in range(size):
-            score = _score(memory, entry, i, depth)
+            score = _score(memory, trie, entry, i, depth)
             best, second = max(best, score), max(second, min(best, score))
 
     # Merge its tokens with those of the logit cache.
+    cached = int64(row.recalled)
+    known = cached
     for i in range(size):
         token = candidate(trie, entry, i)
-        index = index_of(proposals, count, token)
+        index = index_of(proposals, known, token)
         if index < 0:
-            index = count
-            proposals[index].token, proposals[index].kind = token, -1
-            count += 1
+            index = known
+            proposals[index].token, proposals[index].kind, proposals[index].source = token, -1, number
+            known += 1
         if step.sampled:
-            score = _score(memory, entry, i, depth)
+            score = _score(memory, trie, entry, i, depth)
             proposals[index].base_kind = sampled_kind(trie, entry, best, second, score, score == best)
         else:
             proposals[index].base_kind = greedy_kind(trie, entry, i)
-    row.recalled = count
+    row.recalled = known
+    _pair(own, row, proposals, cached)
+
+
+@compiled
+def _pair(own: Base, row: Any, proposals: Any, cached: int) -> None:
+    """Set the bucket of each pair of logit cache and base table, and the confidence in the proposal by it."""
+    # The best level of each source, from which follows its state for a token that only the other proposes.
+    highest_cached, highest_base = int64(-1), int64(-1)
+    for index in range(int64(row.recalled)):
+        proposal = proposals[index]
+        if index < cached:
+            highest_cached = max(highest_cached, int64(proposal.level))
+        if proposal.base_kind >= 0:
+            highest_base = max(highest_base, own.buckets[proposal.base_kind].level)
+    not_cached = OTHER + highest_cached if cached else NOTHING
+    not_in_base = OTHER + highest_base
+
+    highest = int64(-1)
+    for index in range(int64(row.recalled)):
+        proposal = proposals[index]
+        first = int64(proposal.level) if index < cached else not_cached
+        second = own.buckets[proposal.base_kind].level if proposal.base_kind >= 0 else not_in_base
+        proposal.pair = first * STATES + second
+        proposal.level = own.pairs[proposal.pair].level
+        highest = max(highest, int64(proposal.level))
+    row.rest = OTHER + highest
+
+
+@compiled
+def _judge(memory: Any, own: Base, node: int, number: int, right: int, truth: int) -> None:
+    for index in range(memory.tree.nodes[node].recalled):
+        proposal = memory.tree.proposals[node, index]
+        if proposal.pair >= 0:
+            count(own.pairs[proposal.pair], index == right)
+        if proposal.base_kind >= 0:
+            count(own.buckets[proposal.base_kind], index == right)
 
 
 def _fixed(array: Any) -> Any:
@@ -418,3 +491,28 @@ def _check(trie: Trie, vocabulary: int) -> None:
     must((ids[there] < vocabulary).all(), "a token out of range")
     must((trie.logs[:, 1:] >= trie.logs[:, :-1]).all(), "probabilities out of order")
     must((there[:, 0] == (trie.counts > 0)).all(), "an entry without tokens")
+
+
+class BaseSource(Source):
+    """The base table; without one, nothing is proposed."""
+
+    name = "base"
+    most = BASE_PROPOSALS
+    Arrays = Base
+    propose = staticmethod(_propose)
+    judge = staticmethod(_judge)
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.on = self.on and setup.table is not None
+        trie = NO_TRIE if setup.table is None else setup.table.trie
+        self.arrays = Base(trie, setup.tables.buckets["base"], setup.tables.buckets["pairs"])
+
+    @staticmethod
+    def buckets(fits: Mapping[str, Any], sampled: bool) -> dict[str, Any]:
+        return {"base": new_buckets(fits["base"]), "pairs": new_buckets(fits["pairs"])}
+
+    def proposed(self, memory: Any, node: int) -> list[int]:
+        found = memory.tree.proposals[node, : memory.tree.nodes["recalled"][node]]
+        tokens: list[int] = found["token"][found["base_kind"] >= 0].tolist()
+        return tokens

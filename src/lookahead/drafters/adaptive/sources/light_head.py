@@ -2,20 +2,20 @@
 
 The network (``head_file``) reads the hidden state of the last accepted row, so the target must provide hidden
 states. Under the root it guesses the next tokens; from its own guess of the next hidden state it can guess under
-deeper rows, with one more call for each. ``grow`` returns when it needs a guess, ``GuessSource.guess`` calls the
+deeper rows, with one more call for each. ``grow`` returns when it needs a guess, ``HeadSource.serve`` calls the
 network, and ``grow`` continues.
 
 In greedy decoding, a guess's bucket is given by the level (0 for the root's guesses, then by depth) and the interval
 of the head's own probability. When sampling, the guesses are ranked with the noise of their position, and the bucket
 is given by the level and the features that ``logit_cache`` uses: the height of the best score, and leads or
 distances. The head provides the initial counts of these buckets. The confidence level of its bucket and that of all
-other sources together select the bucket in ``Calibration.both``, whose probability is the edge's.
+other sources together select the bucket in ``Guesses.both``, whose probability is the edge's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,17 +23,31 @@ from ....jit import compiled, int64
 from ..calibration import (
     BINS,
     DISTANCES,
-    GUESS_LEVELS,
     HEIGHTS,
     KINDS,
     NO_SECOND,
     NOTHING,
     OTHER,
-    PROBABILITIES,
     STATES,
+    buckets_of,
+    count,
     interval_of,
+    load,
+    new_buckets,
 )
-from ..memory import GUESSES, Memory, noise_of
+from ..layout import BUCKET, noise_of, record
+from .source import Setup, Source
+
+#: Largest number of tokens that the head proposes under a row.
+GUESSES = 8
+#: Levels of guesses with their own buckets, and upper ends of its probabilities, except the last.
+GUESS_LEVELS = 3
+PROBABILITIES = np.array(
+    [0.005, 0.015, 0.03, 0.06, 0.1, 0.15, 0.2, 0.28, 0.36, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95]
+)
+GREEDY_GUESSES, SAMPLED_GUESSES = len(PROBABILITIES) + 1, (len(HEIGHTS) + 1) * KINDS
+#: Initial trials of its pairs with other sources, since a sequence sees few of each pair.
+HEAD_TRIALS = 24.0
 
 #: Number of guesses read per row; when sampling, ``GUESSES`` of them are proposed.
 READ, READ_SAMPLED = GUESSES, 24
@@ -42,6 +56,21 @@ GUESS_ROWS = 16
 #: The gain from a call at each level, in tokens, if the row is certain to be reached and the other sources propose
 #: nothing. The head is called if the gain exceeds the value of its time.
 GAINS = np.array([0.3, 0.15, 0.15])
+#: The head guesses only under rows of a smaller depth, 0 for none, and if the gain, in tokens, is at least the price.
+LIMIT = record(depth="i8", price="f8")
+
+
+class Guesses(NamedTuple):
+    """The light head's guesses in this step, by row of the tree, in the order of its calls."""
+
+    ids: Annotated[Any, "i4", 2]  # (rows, read): tokens, best first; -1 after the last
+    logs: Annotated[Any, "f4", 2]  # (rows, read): logarithms of their probabilities
+    tokens: Annotated[Any, "i4", 2]  # (rows, GUESSES): the tokens that are proposed; -1 after the last
+    kinds: Annotated[Any, "i4", 2]  # (rows, GUESSES): their buckets
+    scores: Annotated[Any, "f4", 1]  # (GUESSES,): scratch space
+    limit: Annotated[Any, LIMIT, 1]  # (1,) LIMIT
+    buckets: Annotated[Any, BUCKET, 2]  # (levels, kinds)
+    both: Annotated[Any, BUCKET, 1]  # (kinds,): of the combination of the head with all others
 
 
 class LightHead(Protocol):
@@ -81,11 +110,10 @@ def greedy_guess_kind(logarithm: float) -> int:
 
 
 @compiled
-def _rank(memory: Memory, node: int) -> None:
+def _rank(memory: Any, guesses: Guesses, node: int) -> None:
     """Choose the guesses to propose under a row, best first, and their buckets."""
     row = memory.tree.nodes[node]
     step = memory.step[0]
-    guesses = memory.guesses
     ids, logs = guesses.ids[row.guess], guesses.logs[row.guess]
     tokens, kinds, scores = guesses.tokens[row.guess], guesses.kinds[row.guess], guesses.scores
     tokens[:] = -1
@@ -137,21 +165,22 @@ def guess_level(row: Any) -> int:
 
 
 @compiled
-def combine(memory: Memory, node: int) -> None:
+def _refine(memory: Any, own: Guesses, node: int, number: int) -> None:
     """Add the head's guesses under a row to the other sources' proposals, and select the bucket of each."""
     row = memory.tree.nodes[node]
+    if row.guess < 0:
+        return
     proposals = memory.tree.proposals[node]
-    calibration = memory.calibration
-    _rank(memory, node)
-    tokens, kinds = memory.guesses.tokens[row.guess], memory.guesses.kinds[row.guess]
+    _rank(memory, own, node)
+    tokens, kinds = own.tokens[row.guess], own.kinds[row.guess]
     level = guess_level(row)
-    buckets = calibration.guesses[level]
+    buckets = own.buckets[level]
 
     # The state of the other sources.
-    count = row.proposals
+    known = row.proposals
     others = NOTHING
-    for index in range(count):
-        confidence = calibration.joint[proposals[index].joint].level
+    for index in range(known):
+        confidence = memory.joint[proposals[index].joint].level
         proposals[index].both, proposals[index].guess = confidence, -1
         others = OTHER + confidence if others == NOTHING else max(others, OTHER + confidence)
 
@@ -160,73 +189,152 @@ def combine(memory: Memory, node: int) -> None:
         if tokens[guess] < 0:
             break
         index = 0
-        while index < count and proposals[index].token != tokens[guess]:
+        while index < known and proposals[index].token != tokens[guess]:
             index += 1
-        if index == count:
-            proposals[index].token, proposals[index].joint, proposals[index].both = tokens[guess], -1, others
-            count += 1
+        if index == known:
+            proposals[index].token, proposals[index].source = tokens[guess], number
+            proposals[index].joint, proposals[index].both = -1, others
+            known += 1
         proposals[index].guess = guess
 
     # The state of the head.
     missed = OTHER + buckets[kinds[0]].level
-    for index in range(count):
+    for index in range(known):
         guess = proposals[index].guess
         state = buckets[kinds[guess]].level if guess >= 0 else missed
         proposals[index].both += (level * STATES + state) * STATES
-    row.proposals = count
+        proposals[index].probability = own.both[proposals[index].both].probability
+    row.proposals = known
 
 
-class GuessSource:
-    """Calls the head for one sequence.
+@compiled
+def _wants(memory: Any, own: Guesses, node: int) -> bool:
+    """Whether the head should guess under a row, i.e. whether its expected gain is worth its time."""
+    limit = own.limit[0]
+    row = memory.tree.nodes[node]
+    if row.guess >= 0 or row.depth >= limit.depth:
+        return False
+    if row.parent >= 0 and memory.tree.nodes[row.parent].guess < 0:
+        return False
+    best = 0.0
+    for index in range(row.proposals):
+        best = max(best, memory.tree.proposals[node, index].probability)
+    return bool(row.probability * (1 - best) * GAINS[guess_level(row)] >= limit.price)
+
+
+@compiled
+def _judge(memory: Any, own: Guesses, node: int, number: int, right: int, truth: int) -> None:
+    """Count the guesses at a node, alone and together with the other sources."""
+    row = memory.tree.nodes[node]
+    if row.guess < 0:
+        return
+    proposals = memory.tree.proposals[node]
+    kinds = own.kinds[row.guess]
+    level = guess_level(row)
+    for index in range(row.proposals):
+        count(own.both[proposals[index].both], index == right)
+        if proposals[index].guess >= 0:
+            count(own.buckets[level, kinds[proposals[index].guess]], index == right)
+
+
+def count_guesses(buckets: Mapping[str, Any], hits: Any, trials: Any) -> None:
+    """Initialize the buckets of a head.
+
+    The buckets of its guesses start with its own counts; levels beyond its deepest use the deepest. The buckets of
+    its pairs with other sources start with ``HEAD_TRIALS`` trials of their priors.
 
     Args:
-        head: the head.
-        sampled: whether tokens are sampled.
+        buckets: all buckets by name.
+        hits, trials: the head's counts, (levels, kinds).
+    """
+    level = np.minimum(np.arange(GUESS_LEVELS), len(hits) - 1)
+    load(buckets["head"], np.asarray(hits)[level], np.asarray(trials)[level])
+    both = buckets["both"]
+    load(both, HEAD_TRIALS * both["prior"], np.full(both.shape, HEAD_TRIALS))
+
+
+class HeadSource(Source):
+    """Calls the head for one sequence.
 
     Attributes:
         used: number of calls for this tree.
         calls: number of all calls.
     """
 
-    def __init__(self, head: LightHead, sampled: bool) -> None:
+    name = "head"
+    most = GUESSES
+    Arrays = Guesses
+    refine = staticmethod(_refine)
+    wants = staticmethod(_wants)
+    judge = staticmethod(_judge)
+
+    def __init__(self, setup: Setup) -> None:
+        head = setup.head
+        self.on = head is not None
+        rows, read = (0, 0) if head is None else (GUESS_ROWS, READ_SAMPLED if setup.sampled else READ)
         self.head = head
-        self._k = READ_SAMPLED if sampled else READ
+        self._hidden: Any = None
         self.used = self.calls = 0
-        self._states = np.empty((GUESS_ROWS, head.hidden), np.float32)
-        self._memory: Memory | None = None
+        if head is not None:
+            setup.tables.use_head(head)
+            self._states = np.empty((GUESS_ROWS, head.hidden), np.float32)
+        self.arrays = Guesses(
+            np.full((rows, read), -1, np.int32),
+            np.zeros((rows, read), np.float32),
+            np.full((rows, GUESSES), -1, np.int32),
+            np.zeros((rows, GUESSES), np.int32),
+            np.zeros(GUESSES, np.float32),
+            np.zeros(1, LIMIT),
+            setup.tables.buckets["head"],
+            setup.tables.buckets["both"],
+        )
+        self._depth, self._price = self.arrays.limit["depth"], self.arrays.limit["price"]
+        self._memory: Any = None
         self._fields: tuple[Any, ...] = ()
 
-    def begin(self) -> None:
-        """Begin a new tree."""
+    @staticmethod
+    def buckets(fits: Mapping[str, Any], sampled: bool) -> dict[str, Any]:
+        kinds = SAMPLED_GUESSES if sampled else GREEDY_GUESSES
+        return {"head": buckets_of(np.full((GUESS_LEVELS, kinds), 0.05)), "both": new_buckets(fits["both"])}
+
+    def begin(self, rate: float, hidden: Any) -> None:
+        assert self.head is not None
         self.used = 0
+        self._hidden = hidden
+        self._depth[0] = 0 if hidden is None else self.head.levels
+        self._price[0] = rate * self.head.cost
 
-    def guess(self, memory: Memory, hidden: Any) -> None:
-        """Guess under the row ``step.wanted``: the root, or a row whose parent has guesses.
-
-        Args:
-            hidden: the hidden state under which the root's token was emitted, (hidden,) fp32.
-        """
+    def serve(self, memory: Any) -> float:
+        """Guess under the row ``step.wanted``: the root, or a row whose parent has guesses."""
+        assert self.head is not None
         if memory is not self._memory:  # looking up fields in each call would take as long as a tenth of it
             self._memory = memory
             nodes = memory.tree.nodes
             self._fields = memory.step["wanted"], nodes["token"], nodes["parent"], nodes["guess"]
         wanted, tokens, parents, guesses = self._fields
         node = wanted.item(0)
-        state = hidden if node == 0 else self._states[guesses.item(parents.item(node))]
-        states, ids, logs = self.head.guess(state[None], (tokens.item(node),), self._k)
+        state = self._hidden if node == 0 else self._states[guesses.item(parents.item(node))]
+        found = self.arrays
+        states, ids, logs = self.head.guess(state[None], (tokens.item(node),), found.ids.shape[1])
 
         # Store the result, and refer to it from the row.
         row = self.used
         columns = ids.shape[1]
         self._states[row] = states
-        memory.guesses.ids[row, columns:] = -1
-        memory.guesses.ids[row, :columns] = ids
-        memory.guesses.logs[row, :columns] = logs
+        found.ids[row, columns:] = -1
+        found.ids[row, :columns] = ids
+        found.logs[row, :columns] = logs
         guesses[node] = row
         self.used += 1
         self.calls += 1
+        if self.used == GUESS_ROWS:
+            self._depth[0] = 0
+        return float(self.head.cost)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no further row can have guesses in this step."""
-        return self.used == GUESS_ROWS
+    def figures(self) -> dict[str, float]:
+        return {"head_calls": self.calls}
+
+    def proposed(self, memory: Any, node: int) -> list[int]:
+        guess = memory.tree.nodes["guess"][node]
+        tokens: list[int] = [] if guess < 0 else self.arrays.tokens[guess].tolist()
+        return tokens

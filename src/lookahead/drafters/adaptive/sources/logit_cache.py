@@ -18,7 +18,8 @@ is that of a distance of 2.1 (bin 6, up to 2.4).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -31,14 +32,19 @@ from ..calibration import (
     HEIGHTS,
     KINDS,
     NO_SECOND,
+    NOTHING,
     ON_PATH,
     ORDERS,
     ORIGINS,
+    OTHER,
     REJECTED,
+    count,
     interval_of,
+    new_buckets,
 )
-from ..hashing import enter, find, new_slots, rehash, remove
-from ..memory import BASE_PROPOSALS, OTHER_PROPOSALS, SPAN, Cache, Memory, Tree, noise_of
+from ..hashing import find, new_slots, rehash, remove
+from ..layout import BUCKET, SLOT, noise_of, record
+from .source import Setup, Source
 
 #: Greedy decoding keeps no candidates with smaller log-odds; only one in a thousand of them is correct.
 FURTHEST = -6.0
@@ -46,10 +52,28 @@ FURTHEST = -6.0
 SAMPLED_PROPOSALS = 8
 #: Initial capacity of a table, in entries.
 FIRST_ENTRIES = 1 << 12
+#: The numbers of a table's entries run from ``oldest`` to ``newest`` - 1.
+SPAN = record(oldest="i8", newest="i8")
+
+
+class Cache(NamedTuple):
+    """The logit cache: three tables of n entries, indexed by the last one, two and three tokens."""
+
+    # (3, 2n) hash table: key -> entry number; the entry is stored at its number modulo n
+    slots: Annotated[Any, SLOT, 2]
+    keys: Annotated[Any, "i8", 2]  # (3, n)
+    origins: Annotated[Any, "i4", 2, "strided"]  # (3, n): where the row was: ON_PATH or REJECTED
+    ids: Annotated[Any, "i4", 3, "strided"]  # (3, n, width): the best tokens, best first; -1 after the last
+    # (3, n, width): their log-odds against the best token; NaN after the last
+    odds: Annotated[Any, "f4", 3, "strided"]
+    spans: Annotated[Any, SPAN, 1]  # of the three
+    max_entries: int
+    most: int  # largest number of tokens read from an entry; another request may have stored more
+    buckets: Annotated[Any, BUCKET, 2]  # (3, kinds): by order
 
 
 @compiled
-def key_of(memory: Memory, order: int, node: int) -> int:
+def key_of(memory: Any, order: int, node: int) -> int:
     """The key of the last ``order`` + 1 tokens of a row."""
     step = memory.step[0]
     nodes = memory.tree.nodes
@@ -63,25 +87,28 @@ def key_of(memory: Memory, order: int, node: int) -> int:
 
 
 @compiled
-def propose(memory: Memory, node: int) -> None:
+def _propose(memory: Any, own: Cache, node: int, number: int) -> None:
     """Propose the tokens cached for the same last three tokens, or else two, or else one; best first."""
     row = memory.tree.nodes[node]
-    cache = memory.cache
+    proposals = memory.tree.proposals[node]
     row.order = 0
-    row.cached = 0
-    if memory.step[0].use_logits == 0:
-        return
     for order in range(ORDERS - 1, -1, -1):
-        slots = cache.slots[order]
+        slots = own.slots[order]
         slot = slots[find(slots, key_of(memory, order, node))]
         if slot.key != 0:
             row.order = order
-            entry = slot.value & (len(cache.keys[order]) - 1)
+            entry = slot.value & (len(own.keys[order]) - 1)
             if memory.step[0].sampled:
-                row.cached = _propose_sampled(memory, node, entry)
+                row.recalled = _propose_sampled(memory, own, node, entry)
             else:
-                row.cached = _propose_greedy(memory.tree, cache, order, node, entry)
-            return
+                row.recalled = _propose_greedy(memory, own, node, entry)
+            break
+    for index in range(row.recalled):
+        proposal = proposals[index]
+        proposal.source = number
+        proposal.base_kind = proposal.pair = -1
+        proposal.level = own.buckets[row.order, proposal.kind].level
+    row.rest = OTHER + proposals[0].level if row.recalled else NOTHING
 
 
 @compiled
@@ -101,17 +128,12 @@ def greedy_kind(odds: Any, index: int, origin: int) -> int:
 
 
 @compiled
-def _room(tree: Tree, ids: Any) -> int:
-    """The number of tokens to read of an entry, in which another request with this state may have stored more."""
-    return min(len(ids), int64(tree.proposals.shape[1]) - BASE_PROPOSALS - OTHER_PROPOSALS)
-
-
-@compiled
-def _propose_greedy(tree: Tree, cache: Cache, order: int, node: int, entry: int) -> int:
-    ids, odds, origin = cache.ids[order, entry], cache.odds[order, entry], cache.origins[order, entry]
-    proposals = tree.proposals[node]
+def _propose_greedy(memory: Any, own: Cache, node: int, entry: int) -> int:
+    order = memory.tree.nodes[node].order
+    ids, odds, origin = own.ids[order, entry], own.odds[order, entry], own.origins[order, entry]
+    proposals = memory.tree.proposals[node]
     count = 0
-    most = _room(tree, ids)
+    most = min(len(ids), own.most)
     while count < most and ids[count] >= 0:
         proposals[count].token, proposals[count].kind = ids[count], greedy_kind(odds, count, origin)
         count += 1
@@ -119,23 +141,20 @@ def _propose_greedy(tree: Tree, cache: Cache, order: int, node: int, entry: int)
 
 
 @compiled
-def _propose_sampled(memory: Memory, node: int, entry: int) -> int:
+def _propose_sampled(memory: Any, own: Cache, node: int, entry: int) -> int:
     """Propose the best tokens under the noise with which the target will sample there."""
     step = memory.step[0]
-    cache = memory.cache
     row = memory.tree.nodes[node]
     proposals = memory.tree.proposals[node]
-    ids, odds = cache.ids[row.order, entry], cache.odds[row.order, entry]
+    ids, odds = own.ids[row.order, entry], own.odds[row.order, entry]
     temperature = np.float32(step.temperature)
 
     # Insertion sort by score with noise.
     kept = 0
-    for i in range(_room(memory.tree, ids)):
+    for i in range(min(len(ids), own.most)):
         token = ids[i]
         if token < 0:
             break
-        if token >= step.vocabulary:  # a state from a file may hold any token
-            continue
         score = odds[i] / temperature + noise_of(memory, int64(row.depth), token)
         if np.isnan(score) or (kept == SAMPLED_PROPOSALS and score <= proposals[kept - 1].score):
             continue
@@ -152,7 +171,7 @@ def _propose_sampled(memory: Memory, node: int, entry: int) -> int:
     # Their buckets.
     if kept > 0:
         best = proposals[0].score
-        base = (interval_of(HEIGHTS, best) * ORIGINS + cache.origins[row.order, entry]) * KINDS
+        base = (interval_of(HEIGHTS, best) * ORIGINS + own.origins[row.order, entry]) * KINDS
         for index in range(1, kept):
             proposals[index].kind = base + BINS + interval_of(DISTANCES, best - proposals[index].score)
         proposals[0].kind = proposals[1].kind - BINS if kept > 1 else base + NO_SECOND
@@ -188,32 +207,36 @@ def _write(cache: Cache, order: int, entry: int, ids: Any, odds: Any, origin: in
 
 
 @compiled
-def write_rows(memory: Memory, ids: Any, odds: Any, length: int) -> None:
+def _judge(memory: Any, own: Cache, node: int, number: int, right: int, truth: int) -> None:
+    row = memory.tree.nodes[node]
+    for index in range(row.recalled):
+        kind = memory.tree.proposals[node, index].kind
+        if kind >= 0:
+            count(own.buckets[row.order, kind], index == right)
+
+
+@compiled
+def _learn(memory: Any, own: Cache, ids: Any, odds: Any, length: int) -> None:
     """Store all rows of a step, except those of NaN.
 
     Rows overwrite others with equal keys, so unlikely ones come first and the path last.
-
-    Args:
-        ids, odds: (rows, top): the best tokens of each row, and their log-odds against the best.
-        length: number of accepted rows, at the start of ``memory.path``.
     """
-    cache = memory.cache
     nodes = memory.tree.nodes
-    count = memory.tree.sizes[0].rows
+    rows = memory.tree.sizes[0].rows
     keep_all = memory.step[0].sampled != 0
     for order in range(ORDERS):
         # All lookups come first, so that their cache misses overlap: a forward pass evicts the tables from the cache.
-        for node in range(count - 1, -1, -1):
+        for node in range(rows - 1, -1, -1):
             if not np.isnan(odds[node, 0]):
-                nodes[node].entry = _entry_for(cache, order, key_of(memory, order, node))
-        for node in range(count - 1, -1, -1):
+                nodes[node].entry = _entry_for(own, order, key_of(memory, order, node))
+        for node in range(rows - 1, -1, -1):
             if not np.isnan(odds[node, 0]):
-                _write(cache, order, nodes[node].entry, ids[node], odds[node], REJECTED, keep_all)
+                _write(own, order, nodes[node].entry, ids[node], odds[node], REJECTED, keep_all)
         for i in range(length):
             node = memory.path[i]
             if not np.isnan(odds[node, 0]):
-                _write(cache, order, nodes[node].entry, ids[node], odds[node], ON_PATH, keep_all)
-        _evict(cache, order)
+                _write(own, order, nodes[node].entry, ids[node], odds[node], ON_PATH, keep_all)
+        _evict(own, order)
 
 
 @compiled
@@ -234,10 +257,12 @@ class LogitCache:
     Args:
         max_entries: largest number of entries per order.
         width: tokens per entry.
+        buckets: the buckets of its proposals.
     """
 
-    def __init__(self, max_entries: int, width: int) -> None:
+    def __init__(self, max_entries: int, width: int, buckets: Any) -> None:
         self.max_entries = max_entries
+        self._buckets = buckets
         self._unseen = FIRST_ENTRIES  # rows that certainly fit
         self.arrays = self._allot(FIRST_ENTRIES, width, np.zeros(ORDERS, SPAN))
 
@@ -257,21 +282,6 @@ class LogitCache:
         span = cache.spans[order]
         places = np.arange(span["oldest"], span["newest"]) & cache.keys.shape[1] - 1
         return tuple(part[order][places] for part in (cache.keys, cache.ids, cache.odds, cache.origins))
-
-    def load(self, order: int, keys: Any, ids: Any, odds: Any, origins: Any) -> None:
-        """The inverse of ``entries``, for an empty table; the keys must be distinct."""
-        count, width = ids.shape
-        self.make_room(count, max(width, self.width))
-        cache = self.arrays
-        cache.keys[order, :count] = keys
-        cache.origins[order, :count] = origins
-        cache.ids[order, :count] = -1
-        cache.ids[order, :count, :width] = ids
-        cache.odds[order, :count] = np.nan
-        cache.odds[order, :count, :width] = odds
-        enter(cache.slots[order], cache.keys[order, :count])
-        cache.spans["newest"][order] = count
-        self._unseen = 0
 
     def reserve(self, rows: int) -> None:
         """Make room for ``rows`` more entries of each order."""
@@ -308,4 +318,44 @@ class LogitCache:
         ids = memory[:, :, 1 : 1 + width]
         odds = memory[:, :, 1 + width :].view(np.float32)
         keys = np.empty((ORDERS, entries), np.int64)
-        return Cache(new_slots(ORDERS, 2 * entries), keys, origins, ids, odds, spans, self.max_entries)
+        slots = new_slots(ORDERS, 2 * entries)
+        return Cache(slots, keys, origins, ids, odds, spans, self.max_entries, width, self._buckets)
+
+
+class Logits(Source):
+    """The logit cache, which sequences may share."""
+
+    name = "logits"
+    Arrays = Cache
+    propose = staticmethod(_propose)
+    judge = staticmethod(_judge)
+    learn = staticmethod(_learn)
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._cache = setup.tables.logits
+        config = setup.config
+        self._cache.make_room(0, config.sampled_top if setup.sampled else config.top)
+        self.most = self._cache.width
+        self._shared: Cache = self._cache.arrays
+        self._arrays = self._shared
+
+    @staticmethod
+    def buckets(fits: Mapping[str, Any], sampled: bool) -> dict[str, Any]:
+        return {"logits": new_buckets(fits["logits"], (ORDERS, -1))}
+
+    @property
+    def arrays(self) -> Cache:
+        if self._shared is not self._cache.arrays:
+            self._shared = self._cache.arrays
+            self._arrays = self._shared._replace(most=self.most)
+        return self._arrays
+
+    def reserve(self, rows: int, tokens: int) -> bool:
+        self._cache.reserve(rows)
+        return False
+
+    def proposed(self, memory: Any, node: int) -> list[int]:
+        found = memory.tree.proposals[node, : memory.tree.nodes["recalled"][node]]
+        tokens: list[int] = found["token"][found["kind"] >= 0].tolist()
+        return tokens

@@ -21,20 +21,50 @@ no successors, so its suffix link is followed to (b d), which proposes a.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from ....jit import compiled, entry, int64, pack, unpack_as
-from ..calibration import MATCH_KINDS, MATCH_ORDERS, SHARES, interval_of
+from ..calibration import interval_of, new_buckets
 from ..hashing import find, new_slots, rehash
-from ..memory import CONTEXT, MATCHES, TextEnd, Tree
+from ..layout import BUCKET, MATCHES, SLOT, Tree, record
+from .source import Setup, TextSource, judge_matches
 
+#: Suffix matches: the highest order with its own buckets, upper ends of the shares, number of buckets per order.
+MATCH_ORDERS = 8
+SHARES = (0.12, 0.3, 0.55, 0.9)
+MATCH_KINDS = (len(SHARES) + 1) * 3 * 2
+#: One context (node) of a suffix trie.
+CONTEXT = record(
+    count="i4",  # how often the context was seen
+    total="i4",  # how often it was followed by a token
+    link="i4",  # the context without its first token (suffix link)
+    token="i4",  # its last token
+    depth="i4",  # its length in tokens
+    text="i4",  # number of the text in which it was last seen
+    first="i4",  # the numbers of its three most frequent successors; 0 for none
+    second="i4",
+    third="i4",
+)
 #: A child's key is the parent's number and the token: node << SHIFT | token.
 SHIFT = 22
 #: Initial capacity in contexts. Unused memory costs nothing, but moving to a larger array does.
 FIRST_CONTEXTS = 1 << 12
+
+
+class TextEnd(NamedTuple):
+    """The end of a text in a suffix trie."""
+
+    trie: Annotated[Any, CONTEXT, 1]  # CONTEXT by number; 0 is the root, the empty context
+    slots: Annotated[Any, SLOT, 1]  # hash table: (context, next token) -> context
+    # (order + 1,): the contexts at the end of the text, by length; -1 after the longest
+    contexts: Annotated[Any, "i4", 1]
+    text: int  # number of the text in its trie
+    used: Annotated[Any, "i8", 1]  # (1,): number of contexts in the trie
+    buckets: Annotated[Any, BUCKET, 1]  # (kinds,)
+
 
 unpack = unpack_as(TextEnd)
 
@@ -152,8 +182,6 @@ def match(text: TextEnd, tree: Tree, source: int, node: int) -> None:
     """Store up to ``MATCHES`` tokens that followed the longest matching suffix at a row of the tree."""
     matches = tree.matches[source, node]
     matches[0].token = -1
-    if len(text.contexts) == 0:
-        return
     nodes = tree.nodes
     contexts = tree.contexts
     trie = text.trie
@@ -179,6 +207,7 @@ def match(text: TextEnd, tree: Tree, source: int, node: int) -> None:
         if successor != 0:
             matches[count].token = trie[successor].token
             matches[count].bucket = _bucket(trie[successor], here.total, order, text.text)
+            matches[count].level = text.buckets[matches[count].bucket].level
             count += 1
     if count < MATCHES:
         matches[count].token = -1
@@ -210,10 +239,10 @@ class SuffixTrie:
         """The number of contexts, including the root."""
         return int(self._used[0])
 
-    def begin(self) -> Reader:
-        """Start a new text."""
+    def begin(self, buckets: Any = None) -> Reader:
+        """Start a new text, whose matches have these buckets."""
         self.texts += 1
-        return Reader(self, self.texts)
+        return Reader(self, self.texts, buckets)
 
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` more tokens; a full trie is cleared first."""
@@ -231,11 +260,18 @@ class SuffixTrie:
 
 
 class Reader:
-    """The end of one text that is being fed to a trie. Several texts may share the trie."""
+    """The end of one text that is being fed to a trie. Several texts may share the trie.
 
-    def __init__(self, trie: SuffixTrie, number: int) -> None:
+    Args:
+        trie: the trie.
+        number: number of the text.
+        buckets: the buckets of its matches.
+    """
+
+    def __init__(self, trie: SuffixTrie, number: int, buckets: Any = None) -> None:
         self.trie = trie
         self.number = number
+        self._buckets = buckets if buckets is not None else np.zeros(MATCH_KINDS * MATCH_ORDERS, BUCKET)
         self._generation = 0
         self._contexts = np.zeros(trie.order + 1, np.int32)
         self.catch_up()
@@ -243,7 +279,8 @@ class Reader:
     @property
     def text(self) -> TextEnd:
         """The arrays for compiled code."""
-        return TextEnd(self.trie.nodes, self.trie.slots, self._contexts, self.number, self.trie._used)
+        trie = self.trie
+        return TextEnd(trie.nodes, trie.slots, self._contexts, self.number, trie._used, self._buckets)
 
     def feed(self, tokens: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Append tokens to the text."""
@@ -265,5 +302,73 @@ class Reader:
         return True
 
 
-#: The text of a source that is not used; nothing matches in it.
-NO_TEXT = TextEnd(np.zeros(1, CONTEXT), new_slots(2), np.zeros(0, np.int32), 0, np.ones(1, np.int64))
+@compiled
+def _propose(memory: Any, own: TextEnd, node: int, number: int) -> None:
+    match(own, memory.tree, number, node)
+
+
+@compiled
+def _judge(memory: Any, own: TextEnd, node: int, number: int, right: int, truth: int) -> None:
+    judge_matches(memory, own.buckets, node, number, truth)
+
+
+@compiled
+def _feed(memory: Any, own: TextEnd, length: int) -> None:
+    feed(own, memory.tokens, length)
+
+
+class Suffix(TextSource):
+    """Matches in this sequence."""
+
+    name = "suffix"
+    Arrays = TextEnd
+    propose = staticmethod(_propose)
+    judge = staticmethod(_judge)
+    feed = staticmethod(_feed)
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._trie = self.trie_of(setup) if self.on else SuffixTrie(1)
+        self._reader = self._trie.begin(setup.tables.buckets[self.name])
+        self._arrays = self._reader.text
+
+    def trie_of(self, setup: Setup) -> SuffixTrie:
+        """The trie in which matches are found."""
+        return SuffixTrie(setup.config.suffix_order)
+
+    @classmethod
+    def buckets(cls, fits: Mapping[str, Any], sampled: bool) -> dict[str, Any]:
+        return {cls.name: new_buckets(fits["matches"])}
+
+    @property
+    def arrays(self) -> TextEnd:
+        if self._arrays.trie is not self._trie.nodes:
+            self._arrays = self._reader.text
+        return self._arrays
+
+    def read(self, tokens: Any) -> None:
+        self._reader.feed(tokens)
+
+    def reserve(self, rows: int, tokens: int) -> bool:
+        return self._reader.reserve(tokens)
+
+
+class Corpus(Suffix):
+    """Matches in the sequences of earlier requests as well, if a state is kept; the oldest are forgotten."""
+
+    name = "corpus"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.on = self.on and setup.keeps
+
+    def trie_of(self, setup: Setup) -> SuffixTrie:
+        return setup.state.corpus if setup.keeps else SuffixTrie(1)
+
+    def catch_up(self) -> bool:
+        """Restart at the root if another sequence has cleared the trie. Returns whether it has."""
+        return self._reader.catch_up()
+
+    def restart(self, memory: Any) -> None:
+        """Nothing matches in the cleared trie."""
+        memory.tree.contexts[self.number] = 0

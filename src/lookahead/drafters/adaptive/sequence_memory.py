@@ -1,4 +1,4 @@
-"""``Grower`` owns the memory of one sequence and calls ``grow`` before each step and ``learn`` after it."""
+"""``SequenceMemory`` owns the memory of one sequence and calls ``grow`` before each step and ``learn`` after it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,14 @@ from ...core import Noise, Scores, TokenTree
 from ...jit import pack
 from . import grow as growing
 from . import learn as learning
-from .learn import CREDITED
-from .memory import (
-    ANSWERS,
-    BASE_PROPOSALS,
-    BY_ARRAY,
-    BY_KEY,
-    CORPUS,
-    GUESSES,
-    OTHER_PROPOSALS,
-    STEP,
-    SUFFIX,
-    Guesses,
-    Memory,
-    TextEnd,
-    new_tree,
-)
+from .layout import BY_ARRAY, BY_KEY, STEP, new_tree
+from .memory import Memory
 from .rows import choose
 from .settings import AdaptiveSettings
-from .sources.base_table import NO_TRIE, BaseTable
-from .sources.light_head import GUESS_ROWS, READ, READ_SAMPLED, GuessSource, LightHead
-from .sources.suffix import NO_TEXT, Reader, SuffixTrie
+from .sources import SOURCES
+from .sources.base_table import BaseTable
+from .sources.light_head import LightHead
+from .sources.source import Setup
 from .state import AdaptiveState
 
 #: Initial number of positions whose noise is kept.
@@ -48,25 +35,25 @@ SMALL_TREE = 16
 LEAST_TEMPERATURE = 1e-3
 
 
-class Grower:
+class SequenceMemory:
     """Grows the trees of one sequence and learns from its steps.
 
     Args:
-        state: the logit cache, the calibration and the corpus, which may be shared by sequences. Its lock must be
-            held during the construction.
+        state: what sequences may share. Its lock must be held during the construction.
         vocabulary: V.
         config: sources, rows, and tokens kept per row.
         before: a token that stands in for those before the first.
         noise: the noise with which tokens are sampled; None for greedy decoding.
-        use_corpus: whether to match the sequence against the state's corpus, and to add it.
+        keeps: whether the state is kept after this sequence.
         head: the light head; None for none.
         table: the base table; None for none.
 
     Attributes:
         memory: the memory of compiled code; replaced when an array has been enlarged.
+        sources: every source, whether or not it is on.
         rows: number of rows in the last tree.
+        served: the time that sources took outside of compiled code for the last tree, in plain steps.
         hidden: the hidden state under which the last token was emitted, (hidden,) fp32; None if unknown.
-        guesses: calls the head; None without one.
     """
 
     def __init__(
@@ -76,29 +63,27 @@ class Grower:
         config: AdaptiveSettings,
         before: int = 0,
         noise: Noise | None = None,
-        use_corpus: bool = False,
+        keeps: bool = False,
         head: LightHead | None = None,
         table: BaseTable | None = None,
     ) -> None:
         # The sources.
         sampled = noise is not None
         self._emitted = 1
-        self._shared = use_corpus
-        #: Rows and tokens for which the tables have room, if no other sequence uses them.
+        self._shared = keeps
+        #: Rows and tokens for which the sources have room, if no other sequence uses them.
         self._room = 0
         self._lock = state.lock
-        self._tables = state.tables(sampled, table)
+        tables = state.tables(sampled, table)
         self._noise = noise
         self._top = config.sampled_top if sampled else config.top
         self.rows = 1
+        self.served = 0.0
         self.hidden: Any = None
-        self.guesses = None if head is None else GuessSource(head, sampled)
-        if head is not None:
-            self._tables.use_head(head)
         self.size = config.table_rows
-        own = SuffixTrie(config.suffix_order).begin() if "suffix" in config.sources else None
-        earlier = state.corpus.begin() if use_corpus and "corpus" in config.sources else None
-        self._readers: tuple[Reader | None, Reader | None] = own, earlier
+        given = config, state, vocabulary, tables, noise, keeps, head, table
+        self.sources = [source(Setup(number, *given)) for number, source in enumerate(SOURCES)]
+        self._on = [source for source in self.sources if source.on]
 
         # The scalars of compiled code, and views of those that change between steps.
         step = np.zeros(1, STEP)
@@ -108,38 +93,29 @@ class Grower:
             step["sampled"] = BY_ARRAY if noise.key is None else BY_KEY
             step["noise_key"] = noise.key or 0
             step["temperature"] = max(noise.temperature, LEAST_TEMPERATURE)
-        step["use_logits"] = "logits" in config.sources
-        step["use_answers"] = "jacobi" in config.sources
         step["expansion_factor"] = growing.EXPANSION_FACTOR
         step["before"] = step["previous"] = step["last"] = before
         self._position = step["position"]
-        self._guess_depth = step["guess_depth"]
-        self._guess_price = step["guess_price"]
         self._wanted = step["wanted"]
         self._expected = step["expected"]
 
         # The arrays of compiled code.
-        logits = self._tables.logits
-        logits.make_room(0, self._top)
         rows = self.size
         self.memory = Memory(
-            tree=new_tree(rows, logits.width + BASE_PROPOSALS + OTHER_PROPOSALS),
-            texts=self._texts(),
-            cache=logits.arrays,
-            base=NO_TRIE if table is None else table.trie,
-            calibration=self._tables.calibration,
+            tree=new_tree(rows, sum(source.most for source in self.sources), growing.TEXTS),
+            sources=tuple(source.arrays for source in self.sources),
+            on=np.array([source.on for source in self.sources], np.int64),
+            joint=tables.buckets["joint"],
             step=step,
             costs=np.zeros(rows + 1),
             slopes=np.zeros(rows + 1),
-            answers=np.full((rows, ANSWERS), -1),
             noise=np.zeros((1, 0), np.float32),
             noise_positions=np.full(1, -1),
             drafted=np.zeros(2 + 2 * rows, np.int64),
             path=np.zeros(rows, np.int64),
             tokens=np.zeros(max(rows, LEAST_TOKENS), np.int64),
             own=np.zeros(rows, np.int64),
-            guesses=_new_guesses(0 if head is None else GUESS_ROWS, READ_SAMPLED if sampled else READ),
-            credit=np.zeros(len(CREDITED), np.int64),
+            credit=np.zeros(len(SOURCES), np.int64),
         )
 
         # Views of the tree's columns; taking one from an array of records takes about as long as growing a row.
@@ -167,7 +143,12 @@ class Grower:
     @property
     def credit(self) -> dict[str, int]:
         """Accepted tokens by the source that proposed them."""
-        return dict(zip(CREDITED, self.memory.credit.tolist(), strict=True))
+        names = (source.name for source in SOURCES)
+        return dict(zip(names, self.memory.credit.tolist(), strict=True))
+
+    def figures(self) -> dict[str, float]:
+        """Statistics of the sources, by name."""
+        return {name: value for source in self._on for name, value in source.figures().items()}
 
     @property
     def probabilities(self) -> list[float]:
@@ -181,20 +162,10 @@ class Grower:
         return float(self._expected[0])
 
     def sources_of(self, row: int) -> list[str]:
-        """The sources that proposed a row of the last tree, which is not the root."""
-        tree = self.memory.tree
-        parent, token = tree.nodes["parent"][row], tree.nodes["token"][row]
-        recalled = tree.proposals[parent, : tree.nodes["recalled"][parent]]
-        proposed = {
-            name: recalled["token"][recalled[bucket] >= 0].tolist()
-            for name, bucket in (("logits", "kind"), ("base", "base_kind"))
-        }
-        for name, source in (("suffix", SUFFIX), ("corpus", CORPUS)):
-            found = tree.matches["token"][source, parent].tolist()
-            proposed[name] = found[: found.index(-1)] if -1 in found else found
-        guess = tree.nodes["guess"][parent]
-        proposed["head"] = [] if guess < 0 else self.memory.guesses.tokens[guess].tolist()
-        names = [name for name, tokens in proposed.items() if token in tokens]
+        """The names of the sources that proposed a row of the last tree, which is not the root."""
+        nodes = self.memory.tree.nodes
+        parent, token = int(nodes["parent"][row]), nodes["token"][row]
+        names = [source.name for source in self._on if token in source.proposed(self.memory, parent)]
         return names or ["jacobi"]  # this step's answers have already replaced those that proposed it
 
     def use_costs(self, costs: Sequence[float], slopes: Sequence[float], drafting: float = 0.0) -> None:
@@ -210,7 +181,7 @@ class Grower:
         self.memory.slopes[:] = slopes
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the sequence without a step. The last step's answers become invalid."""
+        """Append tokens to the sequence without a step."""
         most = len(self.memory.tokens)
         for start in range(0, len(tokens), most):
             piece = tokens[start : start + most]
@@ -219,53 +190,40 @@ class Grower:
                 self._room = 0
                 self._make_room(0, len(piece))
                 learning.append(self._packed, len(piece))
-        self.memory.answers[:] = -1
+        for source in self._on:
+            source.interrupt()
 
     def read(self, tokens: Sequence[int]) -> None:
         """Append many tokens, such as the prompt."""
-        # Only the suffix tries need all tokens; the last ones suffice for the rest of the memory.
+        # Only some sources read all tokens; the last ones suffice for the rest of the memory.
         most = len(self.memory.tokens)
         if len(tokens) > most:
             text = np.array(tokens[:-most], np.int64)
-            for reader in self._readers:
-                if reader is not None:
-                    with self._lock:
-                        reader.feed(text)
+            with self._lock:
+                for source in self._on:
+                    source.read(text)
             self.memory.step["position"] += len(text)
             tokens = tokens[-most:]
         self.append(tokens)
 
-    def _make_room(self, rows: int, tokens: int) -> bool:
-        """Make room for the rows of a step and for new tokens, and refer to arrays that were replaced.
-
-        Returns:
-            Whether the corpus was full and has been cleared. The sequence's own trie is never cleared.
-        """
-        self._tables.logits.reserve(rows)
-        cleared = False
-        for reader in self._readers:
-            if reader is not None:
-                cleared |= reader.reserve(tokens)
+    def _make_room(self, rows: int, tokens: int) -> None:
+        """Make room for the rows of a step and for new tokens, and refer to arrays that were replaced."""
+        for source in self._on:
+            if source.reserve(rows, tokens):
+                source.restart(self.memory)
         self._refer()
-        return cleared
 
     def _refer(self) -> None:
-        """Refer to the current arrays of the tables, which another sequence may have enlarged."""
-        memory = self.memory
-        for reader, text in zip(self._readers, memory.texts, strict=True):
-            if reader is not None and reader.trie.nodes is not text.trie:
-                self.memory = memory = memory._replace(texts=self._texts())
-        if memory.cache is not self._tables.logits.arrays:
-            self.memory = memory._replace(cache=self._tables.logits.arrays)
+        """Refer to the current arrays of the sources, which another sequence may have enlarged."""
+        arrays = tuple(source.arrays for source in self.sources)
+        if any(new is not old for new, old in zip(arrays, self.memory.sources, strict=True)):
+            self.memory = self.memory._replace(sources=arrays)
 
-    def _texts(self) -> tuple[TextEnd, TextEnd]:
-        own, earlier = (NO_TEXT if reader is None else reader.text for reader in self._readers)
-        return own, earlier
-
-    def _catch_up(self) -> bool:
-        """Restart in the corpus if another sequence has cleared it. Returns whether it was cleared."""
-        corpus = self._readers[CORPUS]
-        return corpus is not None and corpus.catch_up()
+    def _catch_up(self) -> None:
+        """Let sources that other sequences use notice what these have changed."""
+        for source in self._on:
+            if source.catch_up():
+                source.restart(self.memory)
 
     def count_emitted(self, tokens: int) -> None:
         """Set the number of emitted tokens, which with the seed determines the noise of the next ones."""
@@ -299,13 +257,11 @@ class Grower:
             rate, bias: r and the correction of F; see ``rows``.
         """
         limit = min(limit, self.size)
-        guesses = self.guesses
-        if guesses is not None:
-            guesses.begin()
-            self._guess_depth[0] = 0 if self.hidden is None else guesses.head.levels
-            self._guess_price[0] = rate * guesses.head.cost
+        for source in self._on:
+            source.begin(rate, self.hidden)
+        self.served = 0.0
 
-        # Compiled code returns whenever it needs a guess or noise, and continues once it has it.
+        # Compiled code returns whenever it needs noise or a source's service, and continues once it has it.
         with self._lock:
             if self._shared:
                 self._catch_up()
@@ -315,10 +271,7 @@ class Grower:
                 if result == growing.NOISE_WANTED:
                     self._keep_noise(int(self._depth[self._wanted[0]]))
                 else:
-                    assert guesses is not None
-                    guesses.guess(self.memory, self.hidden)
-                    if guesses.is_full:
-                        self._guess_depth[0] = 0
+                    self.served += self.sources[result - growing.SERVICE_WANTED].serve(self.memory)
                 result = growing.grow(self._packed, limit, max_depth, rate, bias, False)
 
         # Most trees are small, so one read is enough.
@@ -333,8 +286,10 @@ class Grower:
         # The searched tree has more rows than the chain, so the slope at its number of rows does not apply.
         slopes = self.memory.slopes.copy()
         self.memory.slopes[:] = slopes[1 : max(2, limit)].min()
-        self.grow(self.size, min(max_depth, limit - 1), rate, bias)
-        self.memory.slopes[:] = slopes
+        try:
+            self.grow(self.size, min(max_depth, limit - 1), rate, bias)
+        finally:
+            self.memory.slopes[:] = slopes
         self._keep_best_chain()
         return choose(self.memory)
 
@@ -401,10 +356,8 @@ class Grower:
                     self._keep_noise(depth)
         with self._lock:
             if self._shared:
-                cleared = self._catch_up()
-                cleared |= self._make_room(rows + length, length)
-                if cleared:
-                    self.memory.tree.contexts[CORPUS] = 0  # nothing matches in the cleared trie
+                self._catch_up()
+                self._make_room(rows + length, length)
             elif self._room < rows + length:
                 self._room = ROOM + rows + length
                 self._make_room(self._room, self._room)
@@ -415,13 +368,3 @@ class Grower:
 def _is_plain(array: Any, dtype: Any) -> bool:
     """Whether this is an array that compiled code takes as it is; converting one that is takes 7 us after a pass."""
     return type(array) is np.ndarray and array.dtype is dtype and array.flags.c_contiguous
-
-
-def _new_guesses(rows: int, read: int) -> Guesses:
-    return Guesses(
-        np.full((rows, read), -1, np.int32),
-        np.zeros((rows, read), np.float32),
-        np.full((rows, GUESSES), -1, np.int32),
-        np.zeros((rows, GUESSES), np.int32),
-        np.zeros(GUESSES, np.float32),
-    )
