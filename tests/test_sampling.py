@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lookahead.core import NumericalError, SettingsError, greedy
 from lookahead.hf import sampling as tensors
-from lookahead.hf.logits import HostLogits, LogitsBatch, LogitsRows
+from lookahead.hf.logits import LogitsBatch
 from lookahead.hf.sampling import SeededTensors, TensorChooser, gumbel_tensor
 from lookahead.jit import entry
 from lookahead.options import Options
@@ -21,6 +21,7 @@ from lookahead.sampling.choose import Chooser, make_choose
 from lookahead.sampling.draws import GROUP, gumbel_of
 from lookahead.sampling.noise import SeededNoise, gumbel, key_of, start_of
 from lookahead.sampling.processors import ARRAYS, Temperature, make_process
+from lookahead.sampling.scores import HostLogits, LogitsRows
 from lookahead.threads import one_thread
 
 
@@ -340,13 +341,6 @@ def test_the_search_errs_if_a_bound_is_wrong(name, value, monkeypatch):
     assert wrong
 
 
-class InMemory(HostLogits):
-    """Logits as a compiled pass leaves them."""
-
-    def argmax(self, b, r):
-        return 0
-
-
 def test_a_temperature_alone_is_applied_to_the_logits_that_matter():
     """Tokens equal those of transformers' warper on whole rows, in float32 and in the bits of bf16."""
     from transformers import TemperatureLogitsWarper
@@ -356,7 +350,7 @@ def test_a_temperature_alone_is_applied_to_the_logits_that_matter():
     rows = torch.randn(40, 5000, generator=torch.Generator().manual_seed(2)) * 3
     for logits in (rows, rows.bfloat16()):
         bits = logits.view(torch.int16) if logits.dtype == torch.bfloat16 else logits
-        in_memory = InMemory(bits.numpy(), np.stack([peaks_of(row) for row in logits.float().numpy()]))
+        in_memory = HostLogits(bits.numpy(), np.stack([peaks_of(row) for row in logits.float().numpy()]))
         tables = [LogitsRows(batch, 0) for batch in (LogitsBatch(logits[None]), in_memory)]
         texts = []
         for step, kind, noise in (

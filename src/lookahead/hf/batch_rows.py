@@ -40,9 +40,10 @@ from ..core.errors import summary
 from ..core.memory import memory_errors
 from ..core.target import UP_TO_ROUNDING
 from ..equivalence import Array, distance, floats
+from ..sampling.scores import LogitsRows
 from .equivalence import HALF_DTYPES, causal_rows
 from .facts import PassFacts
-from .logits import LogitsBatch, LogitsRows
+from .logits import LogitsBatch
 from .target import PlainTarget, repeated, run_model
 
 #: Maximum pending tokens in a pass, summed over its rows.

@@ -37,6 +37,7 @@ from ..core import OutOfMemory, Scores, SettingsError, TokenTree
 from ..core.errors import summary
 from ..core.memory import memory_errors, out_of_memory
 from ..core.target import MOST_ROWS, MOST_SEQUENCES, UP_TO_ROUNDING
+from ..sampling.scores import LogitsRows
 from .attention import IN_PLACE, get
 from .attention.bits import pack_bits, word_count
 from .attention_hook import TreeAttention
@@ -45,7 +46,7 @@ from .equivalence import compare
 from .facts import ModelFacts
 from .fingerprint import forget, remember
 from .graph_store import CAPACITY, GraphTarget, uncapturable
-from .logits import CopiedLogits, LogitsRows, packed
+from .logits import CopiedLogits, packed
 from .target import head_inputs, run_model
 from .tree_cache import Placement
 

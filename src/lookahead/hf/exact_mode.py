@@ -32,12 +32,13 @@ from transformers import PreTrainedModel
 from ..core import Scores, TokenTree
 from ..core.memory import memory_errors, out_of_memory
 from ..core.target import CHECKED
+from ..sampling.scores import LogitsRows
 from .attention.exact import DEPTH, PAGE, WINDOW, boundary
 from .attention_hook import TreeAttention, implementation
 from .cuda import noticed_waits, pinned
 from .facts import ModelFacts
 from .graph_store import CAPACITY, GraphTarget
-from .logits import LogitsBatch, LogitsRows
+from .logits import LogitsBatch
 from .target import TransformersTarget, run_model
 from .tree_cache import Placement, TreeCache
 

@@ -20,10 +20,11 @@ from ..core import OutOfMemory, Scores, Target, TokenTree
 from ..core.kv_storage import StoredTarget
 from ..core.memory import memory_errors
 from ..core.target import BIT_EQUAL, UP_TO_ROUNDING
+from ..sampling.scores import LogitsRows
 from .attention_hook import mask_compatible_attention
 from .cuda import to_device
 from .facts import ModelFacts, PassFacts
-from .logits import LogitsBatch, LogitsRows
+from .logits import LogitsBatch
 from .masks import attention_masks, stack_rows
 from .tree_cache import TreeCache
 

@@ -232,7 +232,8 @@ class Proposer:
         logits, self._logits = self._logits, None
         batch = None
         if logits is not None and len(logits) == starts[-1]:
-            from ..hf.logits import LogitsBatch, LogitsRows
+            from ..hf.logits import LogitsBatch
+            from ..sampling.scores import LogitsRows
 
             batch = LogitsBatch(logits[None])
         for request, tokens, start in zip(known, new, starts, strict=False):

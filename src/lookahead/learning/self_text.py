@@ -25,6 +25,7 @@ from ..core.verify import as_choose
 from ..drafters import Plain
 from ..options import Options
 from ..records import check_writable
+from ..sampling.scores import host_row
 from ..text.prompts import has_chat_template
 from .openings import beginning, opening
 from .text_parts import ANSWER, OWN_ANSWER, REQUEST, TOP, Folder, Text, locked, uninterrupted
@@ -81,8 +82,7 @@ class Recorder(Choose):
 
 def _log_mass(scores: Any, node: int) -> float:
     """The logarithm of the sum of exp(logit - largest logit)."""
-    host = scores.host(node) if hasattr(scores, "host") else None
-    row = host[0] if host is not None else np.asarray(scores.row(node).float().cpu())
+    row, _ = host_row(scores, node)
     return float(np.log(np.exp(row - row.max()).sum(dtype=np.float64)))
 
 

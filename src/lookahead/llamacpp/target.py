@@ -31,8 +31,8 @@ import numpy as np
 
 from ..core import OutOfMemory, SettingsError, Target, TokenTree
 from ..core.target import UP_TO_ROUNDING
-from ..hf.logits import HostLogits, LogitsRows
 from ..limits import NO_LIMIT
+from ..sampling.scores import HostLogits, LogitsRows
 from .contexts import Contexts
 from .library import Context
 
@@ -52,20 +52,6 @@ class Slot:
     known: dict[int, int]
     length: int = 0
     pending: list[list[int]] | None = None
-
-
-class BorrowedLogits(HostLogits):
-    """The logits of one pass, (1, R, V) fp32, in llama.cpp's own memory until ``detach``."""
-
-    def detach(self) -> None:
-        """Replace the logits with a copy, because the next pass overwrites llama.cpp's memory."""
-        self.rows = self.rows.copy()
-
-    def argmax(self, b: int, r: int) -> int:
-        """The token with the largest logit, by numpy, which reads only this row; -1 if a logit is NaN."""
-        row = self.rows[r]
-        token = int(row.argmax())  # to numpy NaN is the largest
-        return -1 if np.isnan(row[token]) else token
 
 
 class LlamaCppTarget(Target):
@@ -90,7 +76,7 @@ class LlamaCppTarget(Target):
         self.max_sequences = self._weights.sequences
         self._free = list(range(self.max_sequences))[::-1]
         self._slots: dict[int, Slot] = {}
-        self._last: weakref.ref[BorrowedLogits] | None = None
+        self._last: weakref.ref[HostLogits] | None = None
 
     @property
     def _context(self) -> Context:
@@ -184,7 +170,7 @@ class LlamaCppTarget(Target):
         positions: Sequence[int],
         sequences: Sequence[Sequence[int]],
         wanted: Sequence[bool],
-    ) -> BorrowedLogits:
+    ) -> HostLogits:
         self._detach()
         return self._logits(self._context.decode(tokens, positions, sequences, wanted))
 
@@ -205,8 +191,8 @@ class LlamaCppTarget(Target):
         if last is not None:
             last.detach()
 
-    def _logits(self, rows: np.ndarray[Any, np.dtype[np.float32]]) -> BorrowedLogits:
-        logits = BorrowedLogits(rows)
+    def _logits(self, rows: np.ndarray[Any, np.dtype[np.float32]]) -> HostLogits:
+        logits = HostLogits(rows)
         self._last = weakref.ref(logits)
         return logits
 

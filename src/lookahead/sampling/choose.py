@@ -12,8 +12,9 @@ import numpy as np
 
 from ..core import Choose, NumericalError, Scores, greedy
 from ..options import Options, Process
-from .noise import Array, SeededNoise
+from .noise import SeededNoise
 from .processors import ARRAYS, Temperature, make_process, of_shape
+from .scores import host_row
 
 
 class Chooser(Choose):
@@ -54,7 +55,7 @@ class Chooser(Choose):
 
     def _token(self, scores: Scores, node: int, index: int) -> int:
         """The token of emitted token number ``index``."""
-        row, peaks = host(scores, node)
+        row, peaks = host_row(scores, node)
         divisor = self.temperature or 1.0
         if self.process is not None:
             row = self._processed(self.process, row[None].copy())  # processors may write in place
@@ -92,12 +93,6 @@ class Chooser(Choose):
                 "processor"
             )
         )
-
-
-def host(scores: Scores, node: int) -> tuple[Array, Array | None]:
-    """The logits (V,) float32 under ``node``, and the largest of each group of 32 tokens if it is known."""
-    read = getattr(scores, "host", None)
-    return read(node) if read is not None else (np.asarray(scores.row(node), np.float32), None)
 
 
 def make_choose(

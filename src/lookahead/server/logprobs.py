@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from ..core import Choose, Scores, TokenTree
+from ..sampling.scores import host_row
+from ..sampling.top import top_of_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,10 @@ class LogProbs(Choose):
         self.prompt.append(self._of(scores, node, token))
 
     def _of(self, scores: Scores, node: int, token: int) -> TokenLogProb:
-        row = torch.log_softmax(scores.row(node).float(), dim=-1)
-        values, ids = row.topk(self._k)
-        return TokenLogProb(token, float(row[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))
+        row, peaks = host_row(scores, node)
+        mass = np.log(np.exp(row - row.max()).sum(dtype=np.float64))
+        top = list[tuple[int, float]]()
+        if self._k:
+            ids, odds = top_of_rows(row[None], min(self._k, len(row)), None if peaks is None else peaks[None])
+            top = list(zip(ids[0].tolist(), (odds[0] - mass).tolist(), strict=True))
+        return TokenLogProb(token, float(row[token] - row.max() - mass), top)
