@@ -103,12 +103,13 @@ def top_p(share: float) -> Process:
 
     def process(ids: Any, scores: Any) -> Any:
         row = scores[0]
-        probabilities = softmax(row)
+        some = row[row > EXCLUDED]  # few after top_k
+        probabilities = softmax(some)
         if probabilities is None:
             return scores
         total = probabilities.sum(dtype=np.float64)
-        for count in _counts(row):
-            best = np.sort(np.partition(row, -count)[-count:])[::-1]
+        for count in _counts(some):
+            best = np.sort(np.partition(some, -count)[-count:])[::-1]
             of_best = np.sort(np.partition(probabilities, -count)[-count:])[::-1]
             likelier = np.cumsum(of_best, dtype=np.float64) - of_best
             kept = int(((total - likelier).astype(np.float32) > np.float32(1 - share)).sum())
@@ -141,22 +142,23 @@ def typical_p(mass: float) -> Process:
     2023)."""
 
     def process(ids: Any, scores: Any) -> Any:
-        row = scores[0]
-        probabilities = softmax(row)
+        tokens = np.flatnonzero(scores[0] > EXCLUDED)
+        some = scores[0, tokens]
+        probabilities = softmax(some)
         if probabilities is None:
             return scores
-        shifted = row - row.max()
+        shifted = some - some.max()
         logs = shifted - np.log(np.float32(np.exp(shifted).sum(dtype=np.float64)))
         entropy = -np.float32(np.nansum(logs * np.exp(logs), dtype=np.float64))  # 0 times infinity is NaN
         distance = np.abs(-logs - entropy)
-        for count in _counts(row):
+        for count in _counts(some):
             nearest = np.argpartition(distance, count - 1)[:count]
             nearest = nearest[np.argsort(distance[nearest])]
             reached = np.cumsum(probabilities[nearest], dtype=np.float64).astype(np.float32) >= np.float32(
                 mass
             )
             if reached.any():
-                row[distance > distance[nearest[reached.argmax()]]] = EXCLUDED
+                scores[0, tokens[distance > distance[nearest[reached.argmax()]]]] = EXCLUDED
                 break
         return scores
 
@@ -166,7 +168,7 @@ def typical_p(mass: float) -> Process:
 def softmax(row: Any) -> Any:
     """Probabilities (V,) float32; None if the largest score is not a finite number, because transformers' are then
     NaN and exclude no token."""
-    largest = row.max()
+    largest = row.max(initial=EXCLUDED)
     if not np.isfinite(largest):
         return None
     odds = np.exp(row - largest)
