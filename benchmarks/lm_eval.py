@@ -58,7 +58,7 @@ class HFLookahead(HFLM):
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
 
     def _one(self, context: Any, max_length: int, stop: list[str], keywords: dict[str, Any]) -> Any:
-        from lookahead.hf import generate
+        from lookahead import generate
 
         return super()._model_generate(
             context,

@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 import lookahead
-from lookahead.drafters.adaptive.base_files import INCLUDED, table_name
+from lookahead.drafters.adaptive.base_files import INCLUDED
 from lookahead.drafters.adaptive.sources.base_table import open_table, save_table
 from lookahead.learning.self_text import Writer
 from lookahead.learning.table import build
@@ -35,7 +35,7 @@ def main() -> None:
             lambda tokens, seconds: print(f"{tokens} of {missing} tokens", end="\r", flush=True),
         )
     trie, counts, learned = build(folder.read(), llm.vocabulary, options.contexts)
-    name = table_name(llm.model.config)
+    name = llm.model.shape.name
     file = INCLUDED / f"{name}.safetensors"
     save_table(file, trie, counts, llm.vocabulary, name, learned)
     table = open_table(file)

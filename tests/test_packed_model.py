@@ -4,7 +4,11 @@ completions unchanged; a one-line message names what cannot be packed."""
 import errno
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -299,3 +303,41 @@ def test_weights_that_cannot_be_had(files, toy_plain):
     ):
         with pytest.raises(SettingsError, match=match):
             lookahead.load(model, **options)
+
+
+# ---------------------------------------------------------------- without torch
+
+
+def test_files_of_every_type_need_neither_torch_nor_transformers(files):
+    """The same tokens as in this process; what needs them says how to install them."""
+    paths = [files("llama", (kind,)) for kind in ("F32", "BF16", "F16", "Q8_0", "Q4_K")]
+    program = [sys.executable, str(Path(__file__).with_name("without_torch.py")), *map(str, paths)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    sampled = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3}
+    for path in paths:
+        llm = lookahead.load(path)
+        assert (type(llm.model), llm.path) == (PackedModel, "cpu")
+        for options in ({}, sampled):
+            result = llm.generate("ab ab ab", max_new_tokens=8, ignore_eos=True, **options)
+            assert result.tokens == report["tokens"].pop(0)
+    assert len(report["errors"]) == 5
+    for error in report["errors"]:
+        assert error.endswith("; pip install 'lookahead-decoding[transformers]'"), error
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("BF16", "bfloat16")])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_plain_files_give_the_bits_of_a_transformers_model(architecture, kind, dtype, files):
+    """Given the same tables of angles: the last bits of torch's cosines differ from numpy's."""
+    path = files(architecture, (kind,))
+    ours, theirs = (
+        each.target().compiled for each in (lookahead.load(path), lookahead.load(path, dtype=dtype))
+    )
+    assert ours.dtype == dtype
+    assert (ours.memory.used == theirs.memory.used).all()
+    for one, other in zip(ours.unpacked, theirs.unpacked, strict=True):
+        assert (one == other).all()
+    one, other = ours.blueprint.angles(64), theirs.blueprint.angles(64)
+    assert np.abs(one - other).max() < 1e-7

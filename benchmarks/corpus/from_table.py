@@ -17,10 +17,10 @@ import numpy as np
 
 import lookahead
 from lookahead.drafters.adaptive.base_files import INCLUDED
-from lookahead.drafters.adaptive.memory import Trie
 from lookahead.drafters.adaptive.sources.base_table import (
     ABSENT,
     STEP,
+    Trie,
     candidate,
     find_entry,
     open_table,

@@ -68,7 +68,15 @@ MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
+    try:
+        module = import_module(f"{__name__}.{MODULES[name]}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers"):
+            raise
+        raise ImportError(
+            f"lookahead.{name} needs {error.name}; pip install 'lookahead-decoding[transformers]'"
+        ) from None
+    value = globals()[name] = getattr(module, name)
     return value
 
 

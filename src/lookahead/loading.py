@@ -383,7 +383,7 @@ def _read_tokenizer(place: Place, file: GGUFFile, chosen: LoadOptions) -> tuple[
 
 def _check_weights(place: Place, file: GGUFFile | None, chosen: LoadOptions, dtype: str, device: str) -> None:
     """Reject a quantization while loading that is not possible, before anything is read."""
-    require_transformers("weights")
+    require_transformers(f"weights={chosen.weights!r}")
     from .hf.quantize import quantizable
 
     assert chosen.weights is not None
@@ -420,7 +420,7 @@ def _start_ranks(chosen: LoadOptions) -> tuple[Any, str]:
         if timeout is not None:
             raise SettingsError(f"parallel_timeout needs parallel='lookahead', got {timeout!r} without it")
         return None, find_device(chosen.device)
-    require_transformers("parallel")
+    require_transformers(f"parallel={chosen.parallel!r}")
     import torch
 
     from .parallel import TIMEOUT, local_device, start

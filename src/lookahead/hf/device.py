@@ -22,7 +22,9 @@ def require_transformers(what: str) -> None:
     """Raise SettingsError, whose message begins with ``what``, unless torch and transformers are installed."""
     absent = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if absent:
-        raise SettingsError(f"{what} needs {' and '.join(absent)}, which is not installed; {INSTALL}")
+        raise SettingsError(
+            f"{what} needs torch and transformers, but {' and '.join(absent)} cannot be found; {INSTALL}"
+        )
 
 
 def find_device(device: str | torch.device | None) -> str:
