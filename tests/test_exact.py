@@ -14,6 +14,7 @@ from lookahead import LLM
 from lookahead.core import OutOfMemory, SettingsError, TokenTree
 from lookahead.hf.attention import exact as attention
 from lookahead.hf.attention import get, pack_bits
+from lookahead.hf.attention_hook import TreeAttention
 from lookahead.hf.exact_mode import ExactTarget
 from lookahead.hf.graph_store import GraphStore
 from lookahead.hf.paths import make_target
@@ -238,11 +239,11 @@ def test_captured_passes_have_the_bits_of_one_row_steps_and_of_passes_that_are_n
     """Across B(p) at page ends, for one slot and two, with graphs for all steps."""
     model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=600).to(torch.bfloat16)
     target, numbers = make_target(model, path="exact"), random.Random(2)
-    assert type(target).__name__ == "CapturedExactTarget"
+    assert target.attention.captured
     assert "in captured passes of 16 rows" in target.reason
     assert device.mode == 0
     texts, starts, end = [text(seed, 310) for seed in range(2)], (270, 20), 20
-    plain = ExactTarget(model, target.facts, target.attention)
+    plain = ExactTarget(model, target.facts, TreeAttention(model, attention.attend))
     expected = [one_by_one(plain, 0, texts[i][: starts[i] + end], starts[i])[0] for i in range(2)]
     alone = one_by_one(target, 0, texts[0][: starts[0] + end], starts[0])[0]
     assert all(torch.equal(a, b) for a, b in zip(alone, expected[0], strict=True))
@@ -292,7 +293,9 @@ def test_without_memory_for_a_graph_the_others_make_room(enough, device, monkeyp
             one_by_one(target, 0, tokens, 270)
         return
     found, _ = one_by_one(target, 0, tokens, 270)
-    expected, _ = one_by_one(ExactTarget(model, target.facts, target.attention), 0, tokens, 270)
+    expected, _ = one_by_one(
+        ExactTarget(model, target.facts, TreeAttention(model, attention.attend)), 0, tokens, 270
+    )
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert (1, 0) not in target.graphs.passes
 
@@ -306,11 +309,11 @@ def test_what_cannot_be_captured_runs_uncaptured_and_says_so(device, monkeypatch
 
     monkeypatch.setattr(ExactTarget, "evaluate", waits)
     target = make_target(tiny_model("llama").to(torch.bfloat16), path="exact")
-    assert type(target) is ExactTarget
+    assert not target.attention.captured
     assert "passes are not captured" in target.reason
     assert f"a pass waits for the device in {__file__}" in target.reason
     hooked = tiny_model("llama").to(torch.bfloat16)
     hooked.model.layers[0].register_forward_hook(lambda *given: None)
     target = make_target(hooked, path="exact")
-    assert type(target) is ExactTarget
+    assert not target.attention.captured
     assert "has hooks" in target.reason

@@ -17,14 +17,14 @@ from lookahead.hf.attention import exact
 from lookahead.hf.attention_hook import TreeAttention
 from lookahead.hf.batch_rows import BatchRowsTarget
 from lookahead.hf.cuda_graphs import CudaGraphTarget
-from lookahead.hf.exact_mode import CapturedExactTarget, ExactTarget
+from lookahead.hf.exact_mode import ExactTarget
 from lookahead.hf.paths import make_target, probe
 from lookahead.hf.target import PlainTarget
 from lookahead.testing import run
 
 LONG, OTHER = [5 + i % 40 for i in range(300)], [11 + i % 30 for i in range(290)]
 SHORT = [7 + i % 50 for i in range(40)]  # long enough that exact mode reads a page of it
-EXACT = {"exact": ExactTarget, "captured-exact": CapturedExactTarget}
+EXACT = {"exact": False, "captured-exact": True}
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(not attention.has_triton(), reason="no triton"))
 
 
@@ -45,7 +45,7 @@ def model(request):
 def on_path(model, path):
     facts = probe(model).facts
     if path in EXACT:
-        return EXACT[path](model, facts, TreeAttention(model, exact.attend))
+        return ExactTarget(model, facts, TreeAttention(model, exact.attend, captured=EXACT[path]))
     if path in attention.BACKENDS:
         return CudaGraphTarget(model, facts, TreeAttention(model, attention.get(path)), 64)
     return make_target(model, path=path)

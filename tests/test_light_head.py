@@ -32,7 +32,7 @@ from lookahead.drafters.adaptive.sources.light_head import GREEDY_GUESSES, sampl
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.drafters.prepare import Preparation
 from lookahead.hf.batch_rows import BatchRowsTarget
-from lookahead.hf.exact_mode import CapturedExactTarget, ExactTarget
+from lookahead.hf.exact_mode import ExactTarget
 from lookahead.hf.model import HFModel
 from lookahead.hf.quantize import quantize_model
 from lookahead.hf.target import PlainTarget, TransformersTarget
@@ -259,7 +259,7 @@ def test_embeddings_and_output_rows_of_other_sizes_are_refused(monkeypatch):
 
 
 #: Targets without hidden states.
-NO_HIDDEN = [PlainTarget, BatchRowsTarget, ExactTarget, CapturedExactTarget, LlamaCppTarget]
+NO_HIDDEN = [PlainTarget, BatchRowsTarget, ExactTarget, LlamaCppTarget]
 
 
 @pytest.mark.parametrize("target", NO_HIDDEN, ids=lambda target: target.__name__)

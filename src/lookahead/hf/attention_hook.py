@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..core.errors import SettingsError
+from ..core.target import MOST_ROWS
 from .attention import Attend
 
 NAME = "lookahead_tree"
@@ -53,18 +54,18 @@ class TreeAttention:
         model: a causal language model.
         attend: an attention function of ``lookahead.hf.attention``, or another that accepts the same arguments after
             query, key and value.
+        captured: in exact mode, whether passes are captured.
 
     Attributes:
         lock: held while the attention is installed.
         idle: the ``graph_store.GraphStore`` that the next target takes over, if any.
-        captured: in exact mode, whether passes are captured.
-        checked_for_host_reads: in exact mode, whether a pass was checked for host reads.
+        most_rows: the largest number of rows for which a captured pass fits in memory, as far as checked.
 
     Raises:
         SettingsError: the model ignores attention functions, or attends in chunks.
     """
 
-    def __init__(self, model: Any, attend: Attend) -> None:
+    def __init__(self, model: Any, attend: Attend, captured: bool = False) -> None:
         from transformers import AttentionInterface
 
         name = type(model).__name__
@@ -80,7 +81,8 @@ class TreeAttention:
         AttentionInterface.register(NAME, forward)
         self.lock = threading.RLock()
         self.idle: list[Any] = []
-        self.captured = self.checked_for_host_reads = False
+        self.captured = captured
+        self.most_rows = MOST_ROWS
         calls: list[int] = []
 
         def count(

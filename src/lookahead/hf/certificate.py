@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..core.memory import memory_errors
 from .attention_hook import TreeAttention
-from .exact_mode import Row, exact_target_class
+from .exact_mode import ExactTarget, Row
 from .facts import ModelFacts
 
 #: Prefix length of the certificate, in tokens: longer than a page of ``hf.attention.exact``.
@@ -29,7 +29,7 @@ def certificate(model: PreTrainedModel, facts: ModelFacts, attention: TreeAttent
     with every other row replaced. Each row's logits, keys and values must be bit-identical.
     """
     # A separate target, whose cache has room for the prefix and one pass.
-    target = exact_target_class(attention)(model, facts, attention)
+    target = ExactTarget(model, facts, attention)
     count = target.rows
     generator = torch.Generator().manual_seed(0)
     length = max(1, min(PREFIX, facts.max_positions, facts.rope_boundary) - 1)

@@ -23,7 +23,6 @@ On a CPU, the same code runs without captures, for tests.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -38,14 +37,14 @@ from ..core.errors import summary
 from ..core.memory import memory_errors, out_of_memory
 from ..core.target import MOST_ROWS, MOST_SEQUENCES, UP_TO_ROUNDING
 from ..sampling.scores import LogitsRows
-from .attention import IN_PLACE, get
+from .attention import IN_PLACE, Attend, get, sdpa
 from .attention.bits import pack_bits, word_count
 from .attention_hook import TreeAttention
 from .cuda import HostCopy, is_gpu, noticed_waits, pinned, to_device
 from .equivalence import compare
 from .facts import ModelFacts
 from .fingerprint import forget, remember
-from .graph_store import CAPACITY, GraphTarget, uncapturable
+from .graph_store import GraphTarget, uncapturable
 from .logits import CopiedLogits, packed
 from .target import head_inputs, run_model
 from .tree_cache import Placement
@@ -59,8 +58,6 @@ BATCHES = (1, 2, 4, 8, 16, 32, MOST_SEQUENCES)
 NARROWEST = 256
 #: How often the check evaluates each pass: the second one of each size is captured, and the third one replays it.
 REPEATS = 3
-#: The maximum rows of a captured pass, for attentions whose larger passes ran out of memory when they were checked.
-checked_rows: weakref.WeakKeyDictionary[TreeAttention, int] = weakref.WeakKeyDictionary()
 
 
 def bucket_of(number: int, buckets: Sequence[int] = BUCKETS) -> int | None:
@@ -155,7 +152,7 @@ class CapturedPass:
         """The logits (B, Q, V) of the steps' trees, and the hidden states if any tree needs them, in memory that the
         next step does not overwrite."""
         self.describe(steps)
-        checked = self.sequences * self.rows <= checked_rows.get(target.attention, MOST_ROWS)
+        checked = self.sequences * self.rows <= target.attention.most_rows
         if target.graphs.on_gpu and checked and self._warm and not self._refused and self.graph is None:
             self._capture(target)
         self._warm = True
@@ -212,31 +209,11 @@ class CapturedPass:
 
 
 class CudaGraphTarget(GraphTarget):
-    """``TransformersTarget`` with captured passes and the tree attention; logits are equal up to rounding.
-
-    Args:
-        model: a causal language model.
-        facts: the model's facts.
-        attention: the attention for this model. Captured passes contain the addresses of its weights, which must not
-            move.
-        capacity: initial capacity of a slot, in tokens; when storage grows, passes are captured again.
-        reason: why this path was chosen, in one line.
-    """
+    """``TransformersTarget`` with captured passes and the tree attention; logits are equal up to rounding."""
 
     path = "cuda-graph"
     promise = UP_TO_ROUNDING
     captures = True
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        facts: ModelFacts,
-        attention: TreeAttention,
-        capacity: int = CAPACITY,
-        reason: str = "",
-    ) -> None:
-        super().__init__(model, facts, capacity, reason, self.take_graphs(model, facts, attention, capacity))
-        self.attention = attention
 
     @property
     def passes(self) -> dict[tuple[int, int, int], CapturedPass]:
@@ -319,51 +296,46 @@ def captured_attention(
     """
 
     def check() -> tuple[TreeAttention | None, str]:
-        found = _check_captures(model, facts, backend)
+        if why := uncapturable(model, facts):
+            return None, why
+        attend = get(backend, model.device)
+        attention, reason = _check_captures(model, facts, attend)
+        if attention is None and attend is not sdpa.attend:
+            # Possibly only the kernel is wrong.
+            kernel = reason
+            attention, reason = _check_captures(model, facts, sdpa.attend)
+            if attention is not None:
+                warnings.warn(
+                    f"the attention kernel cannot be used here ({kernel}); using sdpa, with the same result",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         forget(model, "trial")
-        return found
+        return attention, reason
 
     return remember(model, f"cuda-graph {backend}", check)
 
 
 def _check_captures(
-    model: PreTrainedModel, facts: ModelFacts, backend: str
+    model: PreTrainedModel, facts: ModelFacts, attend: Attend
 ) -> tuple[TreeAttention | None, str]:
-    # Whether the model can be captured and accepts the attention.
+    """Whether the model accepts the attention, reads no values on the host in a pass, and replays give its own
+    logits."""
     name = type(model).__name__
-    if why := uncapturable(model, facts):
-        return None, why
     try:
-        attention = TreeAttention(model, get(backend, model.device))
-    except SettingsError as error:
-        return None, str(error)
-    # Whether a pass reads values on the host, and whether replays give the model's own logits.
-    try:
+        attention = TreeAttention(model, attend)
         if reads := host_reads(CudaGraphTarget(model, facts, attention)):
             return None, f"{name} reads values on the host in its pass ({reads[0]})"
         result = compare(model, facts, lambda: CudaGraphTarget(model, facts, attention), repeats=REPEATS)
+    except SettingsError as error:
+        return None, str(error)
     except OutOfMemory:
         raise
     # A model or a compiler may fail in any way on a pass that it was not designed for.
     except Exception as error:
         if isinstance(error, torch.AcceleratorError):
             torch.cuda.synchronize(model.device)  # raises if the device can no longer be used
-        if attention.backend == "triton" and not out_of_memory(error):
-            warnings.warn(
-                f"the attention kernel does not run here ({summary(error)}); using sdpa, with the same result",
-                RuntimeWarning,
-                stacklevel=7,
-            )
-            return _check_captures(model, facts, "sdpa")
         return None, f"{name} cannot be captured ({summary(error)})"
-    if not result.ok and attention.backend == "triton":
-        # Possibly only the kernel is wrong.
-        warnings.warn(
-            f"the attention kernel fails its check here ({result.reason}); trying sdpa",
-            RuntimeWarning,
-            stacklevel=7,
-        )
-        return _check_captures(model, facts, "sdpa")
     if not result.ok:
         return None, f"{name}'s logits there differ from those of its own passes ({result.reason})"
     how = "captured passes" if is_gpu(model.device) else "passes in buckets of rows, without capture"
@@ -376,7 +348,7 @@ def host_reads(target: CudaGraphTarget) -> list[str]:
 
     Call it before any capture, because a failed capture leaves the device's random generator unusable. Every bucket
     of rows is evaluated once before the check, so kernels compile, or fail to, before the first request. Sizes with
-    at least as many rows as one that runs out of memory are left out; ``checked_rows`` then has the limit.
+    at least as many rows as one that runs out of memory are left out; ``TreeAttention.most_rows`` is then the limit.
     """
     device = target.model.device
     sizes = [*((1, rows) for rows in BUCKETS), (2, BUCKETS[1])]
@@ -390,12 +362,12 @@ def host_reads(target: CudaGraphTarget) -> list[str]:
         with noticed_waits(device) as found:
             fit = _evaluate_all(target, fit)
     if left_out := [one.sequences * one.rows for one in passes if one not in fit]:
-        checked_rows[target.attention] = min(left_out) - 1
+        target.attention.most_rows = min(left_out) - 1
         warnings.warn(
             f"not enough memory to check passes of {min(left_out)} rows or more; they run uncaptured and slower, "
             "with the same result",
             RuntimeWarning,
-            stacklevel=8,
+            stacklevel=2,
         )
     return found
 

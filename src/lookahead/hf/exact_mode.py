@@ -39,8 +39,8 @@ from .cuda import noticed_waits, pinned
 from .facts import ModelFacts
 from .graph_store import CAPACITY, GraphTarget
 from .logits import LogitsBatch
-from .target import TransformersTarget, run_model
-from .tree_cache import Placement, TreeCache
+from .target import run_model
+from .tree_cache import Placement
 
 #: R by device type. A constant, not a measured optimum, so that a machine always produces the same output.
 ROWS = {"cpu": 16, "cuda": 64}
@@ -49,16 +49,12 @@ ROWS = {"cpu": 16, "cuda": 64}
 Row = tuple[int, int, int, int, list[int], int]
 
 
-class ExactTarget(TransformersTarget):
-    """``TransformersTarget`` whose rows are bit-identical in any step.
+class ExactTarget(GraphTarget):
+    """``TransformersTarget`` whose rows are bit-identical in any step, and captured if ``attention.captured``.
 
     Args:
-        model: a causal language model whose certificate holds.
-        facts: the model's facts.
         attention: the attention, with the function ``lookahead.hf.attention.exact.attend`` or its kernel.
-        capacity: initial capacity of a slot, in tokens.
-        reason: why this path was chosen, in one line.
-        cache: the cache to use; None for a new one.
+        model, facts, capacity, reason: as for ``GraphTarget``; the model's certificate must hold.
 
     Attributes:
         rows: R, the rows of every pass.
@@ -75,10 +71,9 @@ class ExactTarget(TransformersTarget):
         attention: TreeAttention,
         capacity: int = PAGE,
         reason: str = "",
-        cache: TreeCache | None = None,
     ) -> None:
-        super().__init__(model, facts, -(-capacity // PAGE) * PAGE, reason, cache)
-        self.attention = attention
+        capacity = max(capacity, CAPACITY if attention.captured else PAGE)
+        super().__init__(model, facts, attention, -(-capacity // PAGE) * PAGE, reason)
         self.rows = ROWS.get(model.device.type, ROWS["cuda"])
 
     def depth_limit(self, slot: int) -> int:
@@ -98,8 +93,9 @@ class ExactTarget(TransformersTarget):
             ):
                 path = [length + other for other in range(node + 1) if bits >> other & 1]
                 rows.append((slot, token, length + depth, length + node, path, length))
-        with memory_errors(f"a step of {len(rows)} rows for {len(trees)} sequences"):
-            self.cache.reserve(max(row[0] for row in rows) + 1, max(row[3] for row in rows) + 1)
+        what = f"a step of {len(rows)} rows for {len(trees)} sequences"
+        room = [(slot, self.lengths[slot] + len(tree)) for slot, tree in trees]
+        with self.with_room(what, room), memory_errors(what):
             for slot, tree in trees:
                 self.cache.occupy(slot, self.lengths[slot] + len(tree))
             starts = range(0, len(rows), self.rows)
@@ -128,7 +124,20 @@ class ExactTarget(TransformersTarget):
     def _run(self, numbers: torch.Tensor, pages: list[tuple[int, int]]) -> torch.Tensor:
         """Logits (R, V) of a pass, from its rows (R, 5 + WINDOW) and the (slot, page count) pairs that they attend
         to."""
-        return self.evaluate(numbers.to(self.model.device), pages)
+        with self.with_room("a pass", ()):
+            if not self.attention.captured:
+                return self.evaluate(numbers.to(self.model.device), pages)
+            if self.attention.backend == "exact_triton":  # the kernel reads positions on the device
+                pages = []
+            if count := max((number for _, number in pages), default=0):
+                count = min(1 << (count - 1).bit_length(), self.cache.capacity // PAGE)
+            last = max((slot for slot, number in pages if number), default=0)
+            key = (min(1 << last.bit_length(), self.cache.slots), count)
+            one = self.graphs.find(key, lambda: _CapturedPass(self, numbers, *key))
+            one.numbers.copy_(pinned(numbers, numbers.dtype, self.model.device), non_blocking=True)
+            one.graph.replay()
+            logits: torch.Tensor = one.logits.clone()  # the next replay overwrites them
+            return logits
 
     def evaluate(self, numbers: torch.Tensor, pages: list[tuple[int, int]]) -> torch.Tensor:
         """The capturable part: from the rows (R, 5 + WINDOW) on the device to the logits (R, V)."""
@@ -147,61 +156,21 @@ def _experts_row_by_row(model: PreTrainedModel) -> AbstractContextManager[None]:
     return implementation(model, "batched_mm", "_experts_implementation") if mixture else nullcontext()
 
 
-class CapturedExactTarget(GraphTarget, ExactTarget):
-    """``ExactTarget`` with captured passes; same arguments."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        facts: ModelFacts,
-        attention: TreeAttention,
-        capacity: int = CAPACITY,
-        reason: str = "",
-    ) -> None:
-        capacity = -(-max(capacity, CAPACITY) // PAGE) * PAGE
-        cache = self.take_graphs(model, facts, attention, capacity)
-        ExactTarget.__init__(self, model, facts, attention, capacity, reason, cache)
-
-    def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
-        room = [(slot, self.lengths[slot] + len(tree)) for slot, tree in trees]
-        with self.with_room(f"a step for {len(trees)} sequences", room):
-            return super().forward(trees)
-
-    def _run(self, numbers: torch.Tensor, pages: list[tuple[int, int]]) -> torch.Tensor:
-        if self.attention.backend == "exact_triton":  # the kernel reads positions on the device
-            pages = []
-        if count := max((number for _, number in pages), default=0):
-            count = min(1 << (count - 1).bit_length(), self.cache.capacity // PAGE)
-        last = max((slot for slot, number in pages if number), default=0)
-        key = (min(1 << last.bit_length(), self.cache.slots), count)
-        with self.with_room("a pass", ()):
-            one = self.graphs.find(key, lambda: _CapturedPass(self, numbers, *key))
-            one.numbers.copy_(pinned(numbers, numbers.dtype, self.model.device), non_blocking=True)
-            one.graph.replay()
-            logits: torch.Tensor = one.logits.clone()  # the next replay overwrites them
-            return logits
-
-
-def exact_target_class(attention: TreeAttention) -> type[ExactTarget]:
-    """The target class for an attention, with or without captured passes."""
-    return CapturedExactTarget if attention.captured else ExactTarget
-
-
 class _CapturedPass:
     """A captured pass whose attention reads ``count`` pages of each of the first ``slots`` slots."""
 
-    def __init__(self, target: CapturedExactTarget, numbers: torch.Tensor, slots: int, count: int) -> None:
+    def __init__(self, target: ExactTarget, numbers: torch.Tensor, slots: int, count: int) -> None:
         device = target.model.device
         self.numbers = numbers.to(device, copy=True)
         pages = [(slot, count) for slot in range(slots if count else 0)]
         target.evaluate(self.numbers, pages)  # libraries are set up in the first pass
         # A failed capture would leave the device's random generator unusable, so the first pass is checked before it.
-        if not target.attention.checked_for_host_reads:
+        if not target.graphs.checked_for_host_reads:
             with noticed_waits(device) as found:
                 target.evaluate(self.numbers, pages)
             if found:
                 raise RuntimeError(f"a pass waits for the device in {found[0]}")
-            target.attention.checked_for_host_reads = True
+            target.graphs.checked_for_host_reads = True
         captured: Any = None
         try:
             captured = target.graphs.capture(lambda: target.evaluate(self.numbers, pages))

@@ -52,6 +52,7 @@ class GraphStore:
     Attributes:
         cache: the cache.
         passes: passes by size, the least recently used first.
+        checked_for_host_reads: in exact mode, whether a pass was checked for host reads.
         stream: the stream of all work on the cache and in the passes. Replays share memory and the workspace of
             matrix products, which the first pass on the stream allocates, so they must not overlap.
         limit: maximum bytes of the passes together with the logits that they share, and maximum bytes of the cache
@@ -67,6 +68,7 @@ class GraphStore:
         with self.stream.use():
             self.cache = TreeCache(facts.shapes, facts.dtype, self.device, capacity)
         self.passes: dict[Any, Any] = {}
+        self.checked_for_host_reads = False
         self._memory_pool: Any = None
         self._logits: dict[int, torch.Tensor] = {}
 
@@ -151,29 +153,46 @@ def graph_limit(model: PreTrainedModel) -> float:
 
 
 class GraphTarget(TransformersTarget):
-    """A target with a ``GraphStore``, which the next target with the same attention takes over."""
+    """A target with a ``GraphStore``, which the next target with the same attention takes over.
 
-    attention: TreeAttention
+    Args:
+        attention: the attention for this model. Captured passes contain the addresses of its weights, which must not
+            move.
+        capacity: initial capacity of a slot, in tokens; when storage grows, passes are captured again.
+        model, facts, reason: as for ``TransformersTarget``.
+    """
 
-    def take_graphs(
-        self, model: PreTrainedModel, facts: ModelFacts, attention: TreeAttention, capacity: int
-    ) -> TreeCache:
-        """Take over an earlier target's store and empty its cache, or make a new store. Returns the cache."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        facts: ModelFacts,
+        attention: TreeAttention,
+        capacity: int = CAPACITY,
+        reason: str = "",
+    ) -> None:
+        self.attention = attention
+        self.graphs = self._take_graphs(model, facts, attention, capacity)
+        weakref.finalize(self, self.graphs.leave, attention.idle)
+        super().__init__(model, facts, capacity, reason, self.graphs.cache)
+
+    @staticmethod
+    def _take_graphs(
+        model: PreTrainedModel, facts: ModelFacts, attention: TreeAttention, capacity: int
+    ) -> GraphStore:
+        """An earlier target's store with an empty cache, or a new store."""
         # Tensors created in inference mode cannot be written outside it, where a later target may run.
         with torch.inference_mode(False), attention.lock:
-            if attention.idle:
-                self.graphs: GraphStore = attention.idle.pop()
-                limit = graph_limit(model)
-                with self.graphs.stream.use():
-                    if limit < self.graphs.limit:
-                        self.graphs.drop_passes()  # all of them, so that their memory returns to the device
-                    self.graphs.limit = limit
-                    self.graphs.cache.clear()
-                    self.graphs.reserve(1, capacity)
-            else:
-                self.graphs = GraphStore(model, facts, capacity)
-        weakref.finalize(self, self.graphs.leave, attention.idle)
-        return self.graphs.cache
+            if not attention.idle:
+                return GraphStore(model, facts, capacity)
+            graphs: GraphStore = attention.idle.pop()
+            limit = graph_limit(model)
+            with graphs.stream.use():
+                if limit < graphs.limit:
+                    graphs.drop_passes()  # all of them, so that their memory returns to the device
+                graphs.limit = limit
+                graphs.cache.clear()
+                graphs.reserve(1, capacity)
+            return graphs
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Scores]:
         with self.with_room("the cache of a prompt", [(slot, len(prompt)) for slot, prompt in prompts]):

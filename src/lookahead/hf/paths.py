@@ -215,14 +215,14 @@ def _exact(model: PreTrainedModel, facts: ModelFacts, reason: str) -> Target | s
     """The model's own passes with a fixed number of rows; bit-identical if its certificate holds."""
     import torch
 
-    from .exact_mode import exact_target_class
+    from .exact_mode import ExactTarget
 
     # The number of threads is part of the key, because operations may depend on it.
     key = f"exact {torch.get_num_threads()}"
     attention, reason = remember(model, key, lambda: _exact_attention(model, facts))
     if attention is None:
         return reason
-    return exact_target_class(attention)(model, facts, attention, reason=reason)
+    return ExactTarget(model, facts, attention, reason=reason)
 
 
 def _exact_attention(model: PreTrainedModel, facts: ModelFacts) -> tuple[TreeAttention | None, str]:
@@ -255,16 +255,14 @@ def _certified(
     from .attention_hook import TreeAttention
     from .certificate import certificate
     from .equivalence import compare
-    from .exact_mode import exact_target_class
+    from .exact_mode import ExactTarget
 
     name = type(model).__name__
     try:
-        attention = TreeAttention(model, attend)
-        attention.captured = captured
-        target_class = exact_target_class(attention)
+        attention = TreeAttention(model, attend, captured)
         if (differs := certificate(model, facts, attention)) is not None:
             return None, f"{name}'s rows depend on their index in a pass or on other rows: {differs}"
-        result = compare(model, facts, lambda: target_class(model, facts, attention))
+        result = compare(model, facts, lambda: ExactTarget(model, facts, attention))
     except SettingsError as error:
         return None, str(error).removesuffix("; use sdpa")
     except OutOfMemory:
@@ -274,7 +272,7 @@ def _certified(
     forget(model, "trial")
     if not result.ok:
         return None, f"{name}'s logits there differ from those of its own passes ({result.reason})"
-    how = f"{'captured ' if captured else ''}passes of {target_class(model, facts, attention).rows} rows"
+    how = f"{'captured ' if captured else ''}passes of {ExactTarget(model, facts, attention).rows} rows"
     how += "" if attend is exact.attend else ", its attention in one kernel"
     return attention, f"{name} in {how}, each row bit-identical at any index ({result.reason})"
 
