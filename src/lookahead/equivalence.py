@@ -301,7 +301,7 @@ def distance(rows: Any, reference: Any) -> Array:
         difference = np.asarray(rows, np.float64) - size
         difference, size = (x - x.mean(axis=-1, keepdims=True) for x in (difference, size))
         errors = np.linalg.norm(difference, axis=-1) / np.maximum(np.linalg.norm(size, axis=-1), 1e-30)
-    return np.nan_to_num(errors, nan=np.inf)
+    return np.where(np.isnan(errors), np.inf, errors)
 
 
 def differ(equivalence: Equivalence | None, ours: Any, theirs: Any) -> str:
