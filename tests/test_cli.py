@@ -694,14 +694,15 @@ def test_verify_own_prompts(model):
 @pytest.mark.parametrize(
     ("dtype", "reference", "status"),
     [
-        ("float32", "plain", 1),
-        ("bfloat16", "plain", 1),
-        ("float32", "generate", 1),
-        ("bfloat16", "generate", 0),
+        ("float32", "plain", 2),
+        ("bfloat16", "plain", 2),
+        ("float32", "generate", 2),
+        ("bfloat16", "generate", 2),
     ],
 )
 def test_verify_finds_a_wrong_token(model, accept_a_wrong_node, dtype, reference, status):
-    """The path promises bits that equal its own plain decoding; transformers rounds bfloat16 differently."""
+    """The path promises bits that equal its own plain decoding; transformers rounds bfloat16 differently, but not by
+    this much."""
     words = ("--prompt", PROMPT, "--dtype", dtype, "--reference", reference, "--json")
     code, out, _ = call("verify", model, *words)
     assert json.loads(out)["promise"] == BIT_EQUAL

@@ -191,10 +191,10 @@ def test_doctor_and_verify(files):
 
 
 def test_verify_finds_a_wrong_token(files, accept_a_wrong_node):
-    """Rounding is no excuse here: exit status 1, with the logit gap of the packed model itself."""
+    """Rounding is no excuse here: exit status 2, with the logit gap of the packed model itself."""
     code, out, _ = call("verify", files("llama", MIXED), "--prompt", "def add(a, b):\n    return", "--json")
     (run,) = json.loads(out)["prompts"]
-    assert (code, run["equal"]) == (1, False)
+    assert (code, run["equal"]) == (2, False)
     assert run["gap"] > 0
 
 

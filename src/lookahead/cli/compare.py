@@ -23,12 +23,14 @@ class Comparison:
         first_divergence: index of the first different token; None if the completions are equal.
         gap: difference between the two largest logits there, from a causal pass over the common tokens. Near 0,
             rounding decided. None if the completions are equal.
+        second: whether the different token of ``ours`` is one of these two.
     """
 
     ours: Result
     plain: Result
     first_divergence: int | None
     gap: float | None
+    second: bool = True
 
     @property
     def equal(self) -> bool:
@@ -60,9 +62,10 @@ def compare(llm: LLM, ours: Result, plain: Result) -> Comparison:
         return Comparison(ours, plain, None, None)
     target = llm.target()
     (scores,) = target.prefill([(0, plain.prompt_tokens + plain.tokens[:index])])
-    _, log_odds = scores.top([0], 2)
+    best, log_odds = scores.top([0], 2)
     target.release(0)
-    return Comparison(ours, plain, index, -float(log_odds[0][1]))
+    second = index == len(ours.tokens) or ours.tokens[index] in map(int, best[0])
+    return Comparison(ours, plain, index, -float(log_odds[0][1]), second)
 
 
 def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
