@@ -497,7 +497,7 @@ measure.measure = partial(measure.measure, patience=0.0)
 lookahead.load().generate("Hello", max_new_tokens=4)
 llm = lookahead.load("tiny", dtype="float32")
 for path in ("auto", "transformers", "exact"):
-    llm.target = lambda *given, path=path: make_target(llm.model, path=path)
+    llm.target = lambda *given, path=path: make_target(llm.model.module, path=path)
     llm.generate("Hello", max_new_tokens=4)
 print("FILES", *(m.__file__ for n, m in sys.modules.items() if n.startswith("lookahead") and m.__file__))
 """

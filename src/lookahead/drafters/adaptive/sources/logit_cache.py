@@ -338,7 +338,7 @@ class Logits(Source):
         self._cache.make_room(0, config.sampled_top if setup.sampled else config.top)
         self.most = self._cache.width
         self._shared: Cache = self._cache.arrays
-        self._arrays = self._shared
+        self._arrays: Cache = self._shared
 
     @staticmethod
     def buckets(fits: Mapping[str, Any], sampled: bool) -> dict[str, Any]:
