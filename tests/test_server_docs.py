@@ -10,7 +10,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from lookahead.server.connections import MOST, SENDING
+from lookahead.server.grammar import ALLOWANCE, LARGEST
 from lookahead.server.metrics import Metrics
+from lookahead.server.protocol import DEEPEST, LONGEST_STOP, MOST_STOPS
 from lookahead.server.settings import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -76,3 +79,14 @@ def test_the_files_of_deploy_are_whole():
 @pytest.mark.parametrize("name", ["prometheus.yaml", "grafana/datasource.yaml", "grafana/dashboards.yaml"])
 def test_yaml_can_be_read(name):
     assert yaml.safe_load((DEPLOY / name).read_text())
+
+
+def test_every_limit_in_security_md_names_a_test_that_there_is():
+    page = (ROOT / "SECURITY.md").read_text()
+    rows = re.findall(r"^\| .* \| .* \| (`test_.*) \|$", page, re.M)
+    assert len(rows) > 10
+    sources = "".join(path.read_text() for path in (ROOT / "tests").glob("test_server*.py"))
+    for name in re.findall(r"`(test_\w+)`", " ".join(rows)):
+        assert f"def {name}(" in sources, name
+    for number in (MOST_STOPS, LONGEST_STOP, LARGEST, ALLOWANCE, DEEPEST, SENDING, MOST):
+        assert f"{number:,g}" in page, number
