@@ -1,4 +1,4 @@
-"""The requests and the filter of ``benchmarks.corpus``. Its models are not run here."""
+"""The corpus of model-written text: requests, answers by a tiny model, the filter, and text from a table."""
 
 import json
 import lzma
@@ -7,10 +7,12 @@ from itertools import islice
 
 import pytest
 
+import lookahead
 from benchmarks.corpus.from_table import LENGTH, chains_of
 from benchmarks.corpus.pack import kept, pack, without_loop
 from benchmarks.corpus.requests import KINDS, LISTS, asks
-from benchmarks.corpus.write import read
+from benchmarks.corpus.write import TEMPERATURE, read, write
+from lookahead.drafters import Plain
 from lookahead.drafters.adaptive.base_files import INCLUDED
 from lookahead.drafters.adaptive.sources.base_table import ABSENT, candidate, find_entry, open_table
 
@@ -39,6 +41,27 @@ def text(number: int, answer: str) -> dict[str, object]:
         "answer": answer,
         "end": "stop",
     }
+
+
+def test_answers_are_those_of_plain_decoding_and_go_on_after_a_cut_line(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("benchmarks.corpus.write.LONGEST", 40)
+    llm = lookahead.load("tiny")
+    llm.tokenizer.chat_template = "{{ messages[0].content }}"
+    out = tmp_path / "out.jsonl"
+    requests = list(islice(asks("smollm2"), 5))
+    write(llm, "smollm2", requests[:2], out, batch=2)
+    first = out.read_bytes()
+    out.write_bytes(first + b'{"cut": ')
+    write(llm, "smollm2", requests, out, batch=2)
+    assert out.read_bytes().startswith(first)
+    lines = {line["number"]: line for line in read(out)}
+    assert len(lines) == len(read(out)) == 5
+    for ask in requests:
+        sampling = {"temperature": TEMPERATURE, "seed": ask.number} if ask.number % 2 else {}
+        chat = [{"role": "user", "content": ask.text}]
+        plain = llm.generate(chat, max_new_tokens=40, drafter=Plain(), **sampling)
+        tokens = plain.tokens[: lines[ask.number]["tokens"]]
+        assert llm.tokenizer.decode(tokens, skip_special_tokens=True) == lines[ask.number]["answer"]
 
 
 @pytest.mark.parametrize(

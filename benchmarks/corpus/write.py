@@ -13,9 +13,10 @@ import argparse
 import json
 import lzma
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,18 @@ def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def write(llm: Any, writer: str, out: Path, skipped: Sequence[Path], batch: int) -> None:
-    """Answer requests until interrupted, except those that these files and ``out`` answer."""
-    files = (out, *skipped)
-    answered = {text["number"] for file in files for text in read(file) if text["writer"] == writer}
-    waiting = (ask for ask in asks(writer) if ask.number not in answered)
+def write(llm: Any, writer: str, requests: Iterable[Ask], out: Path, batch: int) -> None:
+    """Answer the requests that ``out`` does not answer yet, until there are no more."""
+    answered = {text["number"] for text in read(out)}
+    waiting = (ask for ask in requests if ask.number not in answered)
     engine = llm.engine(max_sequences=batch, prefix_cache=1)
     with out.open("ab") as file:
         file.truncate(out.read_bytes().rfind(b"\n") + 1)
         while True:
-            while engine.running + engine.waiting < batch:
-                engine.add(_request(llm, next(waiting)))
+            for ask in islice(waiting, batch - engine.running - engine.waiting):
+                engine.add(_request(llm, ask))
+            if not engine.busy:
+                return
             for update in engine.step():
                 if update.result is None:
                     continue
@@ -101,7 +103,11 @@ def main() -> None:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     with suppress(KeyboardInterrupt):
         llm = lookahead.load(given.model, threads=given.threads)
-        write(llm, given.writer, given.out, given.skip, given.batch)
+        skipped = {
+            text["number"] for file in given.skip for text in read(file) if text["writer"] == given.writer
+        }
+        requests = (ask for ask in asks(given.writer) if ask.number not in skipped)
+        write(llm, given.writer, requests, given.out, given.batch)
 
 
 if __name__ == "__main__":
