@@ -74,6 +74,10 @@ def _kind_of_prompt(value: Any) -> str:
     return "list[str]" if isinstance(first, str) else "list[list]" if isinstance(first, list) else "list[int]"
 
 
+def _text_or_list(value: Any) -> str:
+    return "list[]" if isinstance(value, list) else "str"
+
+
 Item = TypeVar("Item")
 #: A list that is rejected at its first wrong item, because one body may have a million of them.
 Items = Annotated[list[Item], Field(fail_fast=True)]
@@ -88,6 +92,10 @@ Prompt = Annotated[
 #: A JSON object of any form.
 Free = Annotated[dict[str, Any], AfterValidator(_shallow)]
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
+Stops = Annotated[
+    Annotated[Stop, Tag("str")] | Annotated[Items[Stop], Field(max_length=MOST_STOPS), Tag("list[]")],
+    Discriminator(_text_or_list),
+]
 
 
 #: Names in other libraries and endpoints -> the equivalent fields here; the first that the endpoint has is suggested.
@@ -198,7 +206,7 @@ class TextPart(Lenient):
 
 Content = Annotated[
     Annotated[str, Tag("str")] | Annotated[Items[TextPart], Tag("list[]")],
-    Discriminator(lambda value: "list[]" if isinstance(value, list) else "str"),
+    Discriminator(_text_or_list),
 ]
 
 
@@ -386,7 +394,7 @@ class Generating(Strict):
         description="The same seed gives the same completion under any load (up to rounding outside the compiled CPU "
         "path).",
     )
-    stop: Stop | Annotated[Items[Stop], Field(max_length=MOST_STOPS)] | None = Field(
+    stop: Stops | None = Field(
         None,
         description=f"Stop before this string, or the first of several (at most {MOST_STOPS}, each of at most "
         f"{LONGEST_STOP} characters).",
