@@ -541,7 +541,7 @@ def test_a_history_of_calls_needs_no_tools_in_the_request(served):
         ({"prompt": "x " * 3000}, "prompt", "This model's maximum context length is 1024 tokens. However, "),
         ({"stop": [""]}, "stop", "stop must be a non-empty string"),
         ({"stop": ["x"] * 17}, "stop", "stop: List should have at most 16 items"),
-        ({"stop": ["x" * 257]}, "stop", "at most 256 characters"),
+        ({"stop": ["x" * 257]}, "stop.0", "at most 256 characters"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids must be 0 to 319, got 'x'"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "token ids must be 0 to 319, got '99999'"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token ids must be 0 to 319, got '9999"),
