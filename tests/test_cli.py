@@ -1,6 +1,7 @@
 """The command line on a tiny checkpoint: what it prints, what it writes, and its error messages."""
 
 import dataclasses
+import importlib
 import io
 import json
 import os
@@ -711,6 +712,31 @@ def test_verify_finds_a_wrong_token(model, accept_a_wrong_node, dtype, reference
     assert run["equal"] is False
     assert run["first_divergence"] >= 1
     assert run["gap"] > 0
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_verify_compares_rows_on_every_path(model, monkeypatch, fault):
+    """On the compiled path no bit differs, unless a row is off by one bit in steps of eight and more rows."""
+    equivalence = importlib.import_module("lookahead.equivalence")
+    honest = equivalence.forward
+
+    def off(target, trees, repeats=1):
+        rows = honest(target, trees, repeats)
+        if fault and target.path == "cpu" and len(rows) >= 8:
+            rows[3].view("u4")[5] ^= 1
+        return rows
+
+    monkeypatch.setattr(equivalence, "forward", off)
+    code, out, _ = call("verify", model, "--rows", "--dtype", "float32", "--json")
+    paths = {path["path"]: path for path in json.loads(out)["paths"]}
+    assert {"cpu", "transformers"} <= paths.keys()
+    assert (code, paths["cpu"]["from_rows"]) == ((2, 8) if fault else (0, None))
+    assert set(paths["cpu"]["differ"].values()) == ({0, 1} if fault else {0})
+    assert list(paths["transformers"]["differ"]) == ["2", "3", "4", "8", "16", "32", "64"]
+    if not fault:
+        code, out, _ = call("verify", model, "--rows")
+        assert code == 0
+        assert "values of logits that differ" in out
 
 
 def test_doctor_survives_a_package_without_a_name(tmp_path, monkeypatch):

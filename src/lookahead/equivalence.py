@@ -339,3 +339,41 @@ def bit_equal_rows(target: Target) -> tuple[int, int]:
     target.release(0)
     alone = [single_rows(target, prompt, tree.path_tokens(node))[-1] for node in range(len(tree))]
     return sum(map(np.array_equal, rows, alone)), len(rows)
+
+
+def values_that_differ(target: Target, counts: Sequence[int]) -> tuple[dict[int, int], int]:
+    """Compare logits of steps with several rows, bit by bit, with those of single-row steps over the same tokens.
+
+    A step is a chain that starts at the root, as deep as the target allows; leaves of the root fill it up.
+
+    Args:
+        target: any target whose slot 0 is free.
+        counts: numbers of rows.
+
+    Returns:
+        (number of rows -> how many logits of the chain differ from those of single rows, number of logits of a row).
+    """
+    vocabulary = target.vocabulary
+    random = np.random.default_rng(0)
+    low = min(3, vocabulary - 1)
+    prompt = random.integers(low, vocabulary, 40).tolist()
+    target.prefill([(0, prompt)])
+    depth = min(target.depth_limit(0), max(counts) - 1)
+    target.release(0)
+    chain = random.integers(low, vocabulary, depth + 1).tolist()
+    alone = single_rows(target, prompt, chain)[1:]
+    found = {}
+    for count in counts:
+        tree = TokenTree(chain[0])
+        for row, token in enumerate(chain[1:count]):
+            tree.add(token, row, needs_logits=True)
+        path = len(tree)
+        others = (token for token in range(vocabulary) if token not in chain[1:2])
+        while len(tree) < count:
+            tree.add(next(others), 0, needs_logits=True)
+        target.prefill([(0, prompt)])
+        rows = forward(target, [(0, tree)])[:path]
+        target.release(0)
+        pairs = zip(rows, alone, strict=False)
+        found[count] = sum(int(np.count_nonzero(a.view("u4") != b.view("u4"))) for a, b in pairs)
+    return found, vocabulary

@@ -20,6 +20,7 @@ from .batch import read_jobs
 from .console import note
 from .findings import counted, show
 from .shared import Json, load_model, read_bytes
+from .verify_rows import verify_rows
 from .verify_server import AT_ONCE, Asked, verify_server
 
 if TYPE_CHECKING:
@@ -70,6 +71,13 @@ def verify(
             min=0.0,
         ),
     ] = None,
+    rows: Annotated[
+        bool,
+        typer.Option(
+            "--rows",
+            help="Instead of completions, compare the logits of steps of 2 to 64 rows with single rows.",
+        ),
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with status 1 after rounding.")] = False,
     as_json: Json = False,
     url: Annotated[
@@ -121,8 +129,8 @@ def verify(
     if url is not None:
         others = draft.keywords() | load.keywords()
         others.pop("path_or_id", None)
-        if reference != "plain":
-            others["reference"] = reference
+        others |= {"reference": reference} if reference != "plain" else {}
+        others |= {"rows": rows} if rows else {}
         if others:
             named = ", ".join(sorted(map(flag_of, others)))
             raise SettingsError(
@@ -139,6 +147,8 @@ def verify(
             raise SettingsError(f"{name} needs --url, which is not given")
     if batch or repeat:
         raise SettingsError(f"{'--batch' if batch else '--repeat'} needs --url, which is not given")
+    if rows:
+        raise typer.Exit(verify_rows(load_model(load, Plain()), as_json))
     raise typer.Exit(_verify_model(prompts, reference, bound, strict, as_json, options, draft, load))
 
 
@@ -258,14 +268,22 @@ def _compare(
         verdict, why = Verdict.NOT_JUDGED, "sampled: the gap of the logits does not decide"
     else:  # a third token needs a larger gap than the two best have
         verdict = verdict_of(gap, bound) if comparison.second and not options.temperature else Verdict.WRONG
-    texts = [
+    before, plain_text, other_text = (
         llm.tokenizer.decode(tokens)
         for tokens in (other.tokens[:index], other.tokens[index:], ours.tokens[index:])
-    ]
-    tokens = [llm.tokenizer.decode(each[index : index + 1]) for each in (other.tokens, ours.tokens)]
+    )
     finding = Finding(
-        *(shown, verdict, len(ours.tokens), index, gap, not comparison.second),
-        *(texts[0][-SHOWN:], texts[1][:SHOWN], texts[2][:SHOWN], *tokens),
+        shown,
+        verdict,
+        len(ours.tokens),
+        index,
+        gap,
+        at_least=not comparison.second,
+        before=before[-SHOWN:],
+        plain=plain_text[:SHOWN],
+        other=other_text[:SHOWN],
+        plain_token=llm.tokenizer.decode(other.tokens[index : index + 1]),
+        other_token=llm.tokenizer.decode(ours.tokens[index : index + 1]),
         why=why,
     )
     return finding, ours.stats.steps

@@ -85,7 +85,12 @@ def _print(asked: Asked, model: str, report: Report, compared: str, as_json: boo
     findings = report.findings
     tokens = sum(finding.new_tokens or 0 for finding in findings)
     if as_json:
-        record = {"model": model, "url": asked.url, "against": asked.against, "compared": compared}
+        record: dict[str, Any] = {
+            "model": model,
+            "url": asked.url,
+            "against": asked.against,
+            "compared": compared,
+        }
         record |= {"bound": report.bound, "noise": report.noise, "tokens": tokens, "runs": len(findings)}
         record["equal"] = sum(finding.as_dict()["equal"] for finding in findings)
         record["prompts"] = [finding.as_dict() for finding in findings]

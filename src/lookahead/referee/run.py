@@ -15,7 +15,7 @@ from .judge import Finding, Verdict, judge, shown_prompt, spread
 SAMPLED_TOKENS = 8
 
 #: Called after each completion.
-Done = Callable[[], None]
+Done = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +130,10 @@ def compare_sampled(
         Finding(shown_prompt(p), Verdict.EQUAL, b.count) for p, (_, b) in zip(prompts, pairs, strict=True)
     ]
     for i in differ:
-        drawn = []
-        for number, side in enumerate((plain, other)):
-            first = seed + 1 + number * samples
-            seeds = [{**fields, "max_tokens": SAMPLED_TOKENS, "seed": first + k} for k in range(samples)]
-            drawn.append(
-                [each.text for each in side.ask([(prompts[i], each) for each in seeds], False, done)]
-            )
-        p = p_value(*drawn, len(differ))
+        short = {**fields, "max_tokens": SAMPLED_TOKENS}
+        seeds = [(prompts[i], {**short, "seed": seed + 1 + k}) for k in range(2 * samples)]
+        one, two = plain.ask(seeds[:samples], False, done), other.ask(seeds[samples:], False, done)
+        p = p_value([each.text for each in one], [each.text for each in two], len(differ))
         verdict = Verdict.WRONG if p < ERROR_RATE / len(differ) else Verdict.ALIKE
         findings[i] = Finding(shown_prompt(prompts[i]), verdict, pairs[i][1].count, p=p)
     return Report(findings)
