@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 from torch import no_grad
-from torch.nn import Module
 
 import lookahead
 from benchmarks import batch_size, llamacpp_examples, openvino, peers, serve, side_by_side
@@ -34,6 +33,7 @@ from lookahead.bench.run import loop_free
 from lookahead.core import SettingsError, Stats
 from lookahead.drafters import METHODS
 from lookahead.drafters.adaptive.base_files import learned_file
+from lookahead.hf.model import HFModel
 from lookahead.llamacpp.model import LlamaCppModel
 from lookahead.testing import FakeTarget, tiny_model
 
@@ -631,7 +631,7 @@ def test_the_joint_distribution_of_packed_weights_is_tested_in_float32(packed, m
     monkeypatch.setattr(Study, "prompts", lambda study, limit, workloads: [])
     study = Study(ModelUnderTest.of(packed), (), None, 1, RunOptions(), None, None, str(tmp_path))
     _, measured = sampling_quality.measure(study)
-    assert isinstance(measured["joint_distribution"].model, Module)
+    assert isinstance(measured["joint_distribution"].model, HFModel)
     assert measured["joint_distribution"].dtype == "float32"
 
 

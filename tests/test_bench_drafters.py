@@ -29,7 +29,7 @@ from lookahead.core import Drafter
 from lookahead.drafters import Plain, PromptLookup
 from lookahead.drafters.adaptive.sources.head_file import HeadWeights
 from lookahead.learning.text_parts import TOP, Folder, Text
-from lookahead.testing import tiny_model
+from lookahead.testing import FakeModel, tiny_model
 from test_light_head import weights
 
 PROMPTS = ([5, 6, 7], [9, 1, 44, 9, 1])
@@ -393,7 +393,7 @@ def test_a_sampled_token_may_be_larger_than_all_best_tokens():
 def test_what_the_page_of_trained_drafters_cannot_do_is_one_line(
     words, message, tmp_path, monkeypatch, capsys
 ):
-    llm = SimpleNamespace(name="a model", dtype="float32", model=None)
+    llm = SimpleNamespace(name="a model", dtype="float32", model=FakeModel())
     monkeypatch.setattr(trained.lookahead, "load", lambda path: llm)
     monkeypatch.setattr(trained, "find_head", lambda model: None)
     monkeypatch.setattr(trained, "prompts_of", lambda data, size: {"prose": []})

@@ -319,10 +319,10 @@ def tiny_llama(rope=None):
 def model_cases(rank, family):
     """A real model: each rank recomputes the keys and values of rows that it lacks."""
     from families import tiny_model
-    from lookahead.hf.paths import make_target
+    from lookahead.hf.model import HFModel
 
-    model = tiny_model(family, initializer_range=0.1)
-    make = functools.partial(make_target, model)
+    model = HFModel(tiny_model(family, initializer_range=0.1))
+    make = model.make_target
     ranks = join_ranks(make, model=model)
     accepted = 0
     prompts = PROMPTS if family != "llama-dynamic-ntk" else PROMPTS[:1]
@@ -656,14 +656,13 @@ def test_rows_are_sent_over_nccl_if_every_rank_has_its_own_gpu():
 
 
 def test_a_split_model_is_refused_by_name():
+    from lookahead.hf.model import HFModel
     from lookahead.parallel.connect import check_same_model
 
-    class Split(FakeTarget):
-        class model:
-            tp_size = 2
-
+    split = object.__new__(HFModel)
+    split.module = SimpleNamespace(tp_size=2, parameters=list)
     with pytest.raises(SettingsError, match="split over 2 ranks by tensor parallelism"):
-        check_same_model(None, Split())
+        check_same_model(None, FakeTarget(), split)
 
 
 def split_by_tensors(rank, folder):
@@ -672,15 +671,16 @@ def split_by_tensors(rank, folder):
     from transformers import AutoModelForCausalLM
 
     from lookahead import parallel
-    from lookahead.hf.paths import make_target
+    from lookahead.hf.model import HFModel
 
     connections = parallel.start(60.0, "cpu")
     mesh = dist.device_mesh.init_device_mesh("cpu", (connections.size,), mesh_dim_names=("tp",))
     os.environ["LOCAL_RANK"] = str(rank)
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh)
     weight = model.model.layers[0].mlp.up_proj.weight
+    ours = HFModel(model)
     assert weight.to_local().numel() == weight.numel() // 2  # it is really split
-    parallel.join(functools.partial(make_target, model), connections, model, unequal)
+    parallel.join(ours.make_target, connections, ours, unequal)
 
 
 def test_tensor_parallelism_is_refused_by_name(tmp_path):
@@ -695,7 +695,6 @@ def test_tensor_parallelism_is_refused_by_name(tmp_path):
 class Captured(FakeTarget):
     captures = True
     attention = SimpleNamespace(backend="triton")
-    model = SimpleNamespace(device="cuda:0")
 
 
 @pytest.mark.parametrize("inner", [FakeTarget, Captured])
@@ -707,7 +706,6 @@ def test_a_step_s_cost_depends_on_the_ranks_and_on_their_targets(inner):
     target = ParallelTarget(group)
     assert cost_path(target) == f"{cost_path(inner())}, 2 ranks"
     assert target.captures == (inner is Captured)
-    assert target.model is getattr(inner, "model", None)
 
 
 def test_the_timeout_is_the_users():

@@ -21,6 +21,7 @@ from lookahead.cpu.target import CpuTarget
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.heads import find_head, own_head_file
 from lookahead.drafters.adaptive.sources.head_file import HeadWeights, load_head
+from lookahead.hf.model import HFModel
 from lookahead.hf.paths import make_target
 from lookahead.hf.target import TransformersTarget
 from lookahead.learning import hidden_states, self_text
@@ -302,7 +303,7 @@ def test_a_model_without_hidden_states_is_refused(chats, monkeypatch):
 
 
 def test_a_hidden_size_that_is_not_whole_blocks_is_refused():
-    model = tiny_model("llama", hidden_size=48)
+    model = HFModel(tiny_model("llama", hidden_size=48))
     llm = SimpleNamespace(model=model, target=lambda: TransformersTarget)
     with pytest.raises(SettingsError, match="a hidden size that is a multiple of 32, but this model's is 48"):
         HeadLearner(llm, TOKENS, TrainSettings())

@@ -34,7 +34,7 @@ def main(files):
 
     report = {"tokens": [], "errors": []}
     for file in files:
-        llm = lookahead.load(file)
+        llm = lookahead.load(file, drafter="7,5,7")
         for options in ({}, {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3}):
             result = llm.generate("ab ab ab", max_new_tokens=8, ignore_eos=True, **options)
             report["tokens"].append(result.tokens)

@@ -46,6 +46,7 @@ class ModelUnderTest:
     dtype: str = "float32"  # for the records
     gguf: str | None = None  # the file that the model was read from, if it is a GGUF file
     parameter_count: int | None = None  # the number of its weights; None if there is only a target
+    drafts: bool = True  # whether it can evaluate drafts
     loading: dict[str, Any] = field(default_factory=dict)  # device and options of llama.cpp, for the records
 
     @classmethod
@@ -60,6 +61,7 @@ class ModelUnderTest:
             llm.context or NO_LIMIT,
             llm.dtype,
             parameter_count=llm.parameter_count,
+            drafts=llm.model.probe.drafts,
         )
 
     def prepare(self, drafter: Drafter) -> Drafter:
@@ -67,7 +69,7 @@ class ModelUnderTest:
         target = self.target
         if self.model is None:
             return drafter
-        return Preparation(self.model, self.model.probe.drafts, lambda: target)(drafter, target)
+        return Preparation(self.model, self.drafts, lambda: target)(drafter, target)
 
     def weights(self) -> int | None:
         """A checksum of samples of the weights: models of one name may differ. None if there is only a target."""

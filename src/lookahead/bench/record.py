@@ -13,15 +13,15 @@ import platform
 import subprocess
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 from .. import __version__
 from ..core import SettingsError
+from ..hf.device import gpus
 from ..records import RecordWriter, finite, read_records
+from ..threads import thread_count
 
 Record = dict[str, Any]
 _INSTRUCTIONS = (
@@ -41,13 +41,13 @@ def machine() -> dict[str, Any]:
         name = known.get("model name", name)
         flags = known.get("flags", known.get("Features", ""))
     pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()) else None
-    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    named = gpus()
+    gpu = {"gpu": named[0].rpartition(" (")[0]} if named else {}
     return gpu | {
         "processor": name,
         "instructions": [flag for flag in _INSTRUCTIONS if flag in flags.split()],
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
-        "torch_capability": torch.backends.cpu.get_cpu_capability(),
         "memory_gib": pages and round(pages * os.sysconf("SC_PAGE_SIZE") / 2**30),
     }
 
@@ -81,13 +81,21 @@ def commit() -> str:
         return f"version {__version__}"
 
 
+def version_of(package: str) -> str:
+    """The installed version of a package; "" if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def environment() -> Record:
     """Where and with which versions a record is made; part of every record."""
     return {
         "machine": machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "threads": thread_count(),
+        "torch": version_of("torch"),
+        "transformers": version_of("transformers"),
         "lookahead": __version__,
         "commit": commit(),
     }

@@ -19,6 +19,7 @@ from .. import __version__
 from ..options import DRAFTERS, LoadOptions
 from ..records import as_line
 from ..text.prompts import has_chat_template
+from ..threads import thread_count
 from .adapter import with_options
 from .shared import Json, load_model
 
@@ -123,17 +124,13 @@ def versions() -> dict[str, str | None]:
 
 def machine() -> dict[str, Any]:
     """Processor, instruction sets, threads, memory in GiB, accelerators."""
-    import torch
-
     from ..bench.record import machine
+    from ..hf.device import gpus
 
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    devices = [f"cuda:{i} {gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for i, gpu in enumerate(gpus)]
     return machine() | {
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "onednn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
-        "accelerators": devices + ["mps"] * torch.backends.mps.is_available(),
+        "threads": thread_count(),
+        "accelerators": [f"cuda:{index} {name}" for index, name in enumerate(gpus())],
     }
 
 

@@ -67,6 +67,16 @@ def find_device(device: str | torch.device | None) -> str:
     return str(torch.device(asked))
 
 
+def gpus() -> list[str]:
+    """The GPUs that torch can use, with their memory. torch is imported only if its build has GPU code."""
+    if not _torch_has_gpu_code():
+        return []
+    import torch
+
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in found]
+
+
 def _torch_has_gpu_code() -> bool:
     """Whether this build of torch includes CUDA or ROCm, without importing torch, which takes a second."""
     package = find_spec("torch")
