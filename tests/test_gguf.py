@@ -15,6 +15,7 @@ from lookahead.testing import tiny_model
 from toy import CHAT, VOCABULARY, tokenizer
 
 KIND = gguf.GGMLQuantizationType
+STRING, UINT16 = gguf.GGUFValueType.STRING, gguf.GGUFValueType.UINT16
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -35,7 +36,7 @@ def interleaved(weight, heads):
     return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
-def write(path, model, kind=KIND.F32, arch="llama", words=True, parts=1):
+def write(path, model, kind=KIND.F32, arch="llama", words=True, norms=KIND.F32, **strings):
     """Write a GGUF file of a tiny Llama as llama.cpp's converter would; return the linears as read back."""
     writer, config, weights = gguf.GGUFWriter(path, arch), model.config, model.state_dict()
     writer.add_name("tiny")
@@ -48,8 +49,8 @@ def write(path, model, kind=KIND.F32, arch="llama", words=True, parts=1):
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
-    if parts > 1:
-        writer.add_uint16("split.count", parts)
+    for key, value in strings.items():
+        writer.add_key_value(key.replace("_", "."), value, STRING if isinstance(value, str) else UINT16)
     if words:
         state = json.loads(tokenizer().backend_tokenizer.to_str())["model"]
         writer.add_tokenizer_model("gpt2")
@@ -63,7 +64,10 @@ def write(path, model, kind=KIND.F32, arch="llama", words=True, parts=1):
     def add(name, key, heads=None):
         weight = weights[key].numpy()
         data = weight if heads is None else interleaved(weight, heads)
-        if kind == KIND.F32 or data.ndim == 1:
+        if data.ndim == 1:
+            writer.add_tensor(name, gguf.quantize(data, norms), raw_dtype=norms)
+            return
+        if kind == KIND.F32:
             writer.add_tensor(name, data)
             return
         packed = gguf.quantize(data, kind)
@@ -159,8 +163,43 @@ def test_a_quantization_that_cannot_be_read(model, plain, tmp_path, monkeypatch)
 
 
 def test_one_part_of_several(model, tmp_path):
-    write(tmp_path / "x.gguf", model, parts=3)
+    write(tmp_path / "x.gguf", model, split_count=3)
     refused("one of 3 parts; merge them", tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        ({"general_type": "adapter"}, "and x.gguf is a LoRA adapter; merge it"),
+        ({"general_type": "imatrix"}, "and x.gguf is an importance matrix"),
+        ({"general_type": "mmproj"}, "and x.gguf is the part of a multimodal model that reads images"),
+        ({"arch": "clip"}, "and x.gguf is the part of a multimodal model that reads images"),
+    ],
+)
+def test_what_is_no_language_model_is_named(made, match, model, tmp_path):
+    write(tmp_path / "x.gguf", model, **made)
+    refused(match, tmp_path / "x.gguf")
+
+
+def test_the_text_of_a_file_is_cut_and_escaped_in_messages(model, tmp_path):
+    write(tmp_path / "x.gguf", model, arch="\x1b[31m" * 100_000)
+    with pytest.raises(
+        SettingsError, match=r"general.architecture must be a name of letters and digits"
+    ) as error:
+        lookahead.load(tmp_path / "x.gguf")
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 300 + len(str(tmp_path))
+
+
+def test_norms_in_blocks(model, tmp_path):
+    """llama.cpp's tools do not write such files, but nothing forbids them."""
+    for name, norms in {"blocks": KIND.Q8_0, "plain": KIND.F32}.items():
+        write(tmp_path / f"{name}.gguf", model, KIND.Q8_0, norms=norms)
+    texts = [
+        lookahead.load(tmp_path / f"{name}.gguf").generate(PROMPT, max_new_tokens=8).tokens
+        for name in ("blocks", "plain")
+    ]
+    assert texts[0] == texts[1]  # the norms are ones
 
 
 def test_a_folder_with_two_files(plain, tmp_path):

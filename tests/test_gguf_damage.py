@@ -74,7 +74,7 @@ WRONG = [
     *(({"llama.vocab_size": n}, f"vocab_size must be 320, .* got {n};") for n in (0, 319, 2**31)),
     *(({"llama.context_length": n}, "context_length") for n in (0, 2**31)),
     *(({f"tokenizer.ggml.{name}_token_id": 320}, f"{name}_token_id must be") for name in ("bos", "eos")),
-    ({"GGUF.tensor_count": 0}, "must end the file, but"),
+    ({"GGUF.tensor_count": 0}, "only zeros may follow its last tensor, but"),
     ({"GGUF.tensor_count": 2**60}, "claims 1,152,921,504,606,846,976 tensors"),
     ({"GGUF.kv_count": 2**60}, "claims 1,152,921,504,606,846,976 metadata entries"),
     ({f"{UP}: shape": [512, 256]}, "ffn_up.weight' must have the shape .512, 256. .feed_forward_length, emb"),

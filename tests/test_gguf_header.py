@@ -175,8 +175,8 @@ U32, TEXT, ARRAY = 4, 8, 9
             "'t' must begin at byte 64.*got 68",
         ),
         (
-            header(tensors=line(b"t", (4,), 0, 0) + bytes(99), tensor_count=1),
-            "must end the file, but 60 bytes",
+            header(tensors=line(b"t", (4,), 0, 0) + bytes(98) + b"x", tensor_count=1),
+            "only zeros may follow its last tensor, but 60 other bytes do",
         ),
         (
             header(tensors=line(b"t", (8,), 0, 0) + line(b"u", (8,), 0, 0) + bytes(99), tensor_count=2),
@@ -194,6 +194,11 @@ def test_what_is_wrong_is_said(tmp_path, data, match):
     with pytest.raises(SettingsError, match=match) as error:
         GGUFFile(path)
     assert str(path) in str(error.value)
+
+
+def test_zeros_may_follow_the_last_tensor(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(header(tensors=line(b"t", (4,), 0, 0) + bytes(4096), tensor_count=1))
+    assert GGUFFile(tmp_path / "x.gguf").tensors["t"].nbytes == 16
 
 
 def test_a_file_that_is_not_there(tmp_path):

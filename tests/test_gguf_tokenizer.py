@@ -14,7 +14,9 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_t
 from transformers.tokenization_utils_base import generate_merges
 
 from lookahead.core import SettingsError
+from lookahead.core.errors import Unsupported
 from lookahead.gguf.file import GGUFFile
+from lookahead.text.prompts import encode
 from lookahead.text.tokenizer import GGUFTokenizer, build_tokenizer, byte_alphabet, end_tokens, merges_of
 
 #: In addition to prose and code: known difficult input.
@@ -166,7 +168,7 @@ def by_transformers(metadata):
     return convert_gguf_tokenizer(metadata["general.architecture"], own)[0]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "phi3", "orion"])
 def test_sentencepiece(architecture):
     metadata = SENTENCEPIECE | {"general.architecture": architecture, "tokenizer.ggml.add_bos_token": False}
     if architecture == "gemma3":  # its transformers class adds these if they are missing
@@ -212,26 +214,57 @@ def test_texts_of_llama_3_begin_with_bos_and_whole_tokens_need_no_merges():
     assert build_tokenizer(without).encode("abc").tokens == ["abc"]
 
 
-def test_the_end_of_a_turn_ends_a_completion():
+def test_ends_of_texts_turns_and_files_end_a_completion():
     """Files of Gemma and Phi name the end of the text only; their chats end a turn with another token."""
     tokens = ["a", "<eos>", "<start_of_turn>", "<end_of_turn>", "<|end|>", "<|im_end|>"]
     metadata = {
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1, 3, 3, 3, 3, 1],
+        "tokenizer.ggml.token_type": [1, 3, 3, 3, 4, 1],
         "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.chat_template": "<start_of_turn>{{ message }}<end_of_turn><|im_end|>",
+        "tokenizer.chat_template": "{{ message }}<|im_end|>",
     }
-    assert end_tokens(metadata) == [
-        1,
-        3,
-    ]  # <|im_end|> is an ordinary token here, and <|end|> not in the template
-    assert end_tokens(metadata | {"tokenizer.ggml.eos_token_ids": np.array([1, 4])}) == [1, 3, 4]
-    assert end_tokens(metadata | {"tokenizer.chat_template": None}) == [1]
+    # <|im_end|> is an ordinary token here; <|end|> is user-defined, and not in the template.
+    assert end_tokens(metadata) == [1, 3]
+    assert end_tokens(metadata | {"tokenizer.ggml.eos_token_ids": np.array([1, 2])}) == [1, 2, 3]
     assert end_tokens(metadata | {"tokenizer.ggml.eot_token_id": 0xFFFFFFFF}) == [1, 3]
+    assert end_tokens(metadata | {"tokenizer.ggml.fim_sep_token_id": 0}) == [0, 1, 3]
     assert end_tokens(metadata | {"tokenizer.ggml.token_type": 3}) == [1]
     harmony = metadata | {"tokenizer.chat_template": "<|end|><|return|>"}
-    assert end_tokens(harmony) == [1, 4]
-    assert end_tokens(harmony | {"tokenizer.ggml.tokens": [*tokens, "<|return|>"]}) == [1]
+    assert end_tokens(harmony) == [1, 3, 4]
+    harmony |= {"tokenizer.ggml.tokens": [*tokens, "<|return|>"], "tokenizer.ggml.token_type": [3] * 7}
+    assert end_tokens(harmony) == [1, 3, 5, 6]
+
+
+def test_a_model_of_code_ends_before_the_next_file():
+    """The vocabulary of Qwen2.5-Coder, whose files declare <|im_end|> alone."""
+    tokens = [
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|fim_prefix|>",
+        "<|fim_middle|>",
+        "<|fim_suffix|>",
+    ]
+    tokens += ["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
+    metadata = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] * len(tokens),
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    assert end_tokens(metadata) == [0, 2, 6, 7, 8]
+
+
+@pytest.mark.parametrize("metadata", [SENTENCEPIECE, None])
+def test_a_bound_on_tokens_needs_no_tokenizing(metadata):
+    metadata = metadata or GGUFFile(smollm()).metadata
+    made = GGUFTokenizer(build_tokenizer(metadata), metadata)
+    for text in ["▁" * 99, " " * 999, "é 東京" * 99, "hello" * 99, *lines()]:
+        assert made.fewest_tokens(text) <= len(made(text, add_special_tokens=False).input_ids), text
+    assert made.fewest_tokens("9" * 10**6) > 4096
+    with pytest.raises(
+        SettingsError, match=r"shorter than the model's context of 999 tokens, got at least [0-9]{4}"
+    ):
+        encode("9" * 10**6, made, "", len(made), 999)
 
 
 def test_a_missing_end_token_is_none():
@@ -240,7 +273,9 @@ def test_a_missing_end_token_is_none():
     assert tokenizer.eos_token is tokenizer.eos_token_id is tokenizer.as_transformers.eos_token_id is None
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "gpt-2", None])
+@pytest.mark.parametrize(
+    "pre", ["llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o", "dbrx", "gpt-2", "exaone4", None]
+)
 def test_byte_level_tokens_equal_those_of_transformers(pre):
     alphabet = list(byte_alphabet().values())
     tokens = [*alphabet, "Ġt", "he", "Ġthe", "12", "123", "ĠĠ", "<|endoftext|>", "<think>", "größe"]
@@ -325,12 +360,37 @@ def test_merges_are_in_the_order_of_transformers():
     [
         {},
         {"tokenizer.ggml.model": "t5"},
-        {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "nonesuch", "tokenizer.ggml.merges": []},
-        {"tokenizer.ggml.model": "llama", "general.architecture": "phi3"},
+        {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2"},
     ],
 )
 def test_another_kind_is_left_to_transformers(metadata):
     assert build_tokenizer(metadata) is None
+
+
+@pytest.mark.parametrize("pre", ["deepseek-llm", "deepseek-coder", "deepseek-v3", "\x1b[31m" * 10**6])
+def test_an_unknown_rule_for_pieces_is_refused(pre):
+    """transformers would use GPT-2's rule."""
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": []}
+    with pytest.raises(Unsupported, match=r"by a rule that is not known here .*pre is [\w\\[.-]{1,60}\)$"):
+        build_tokenizer(metadata)
+
+
+@pytest.mark.parametrize(("pre", "rule"), [("command-r", "smollm"), ("glm4", "dbrx"), ("olmo", "gpt-2")])
+def test_names_of_one_rule(pre, rule):
+    """transformers does not know the first of each pair, so it would use GPT-2's rule."""
+    alphabet = list(byte_alphabet().values())
+    made = [
+        build_tokenizer(
+            {
+                "tokenizer.ggml.model": "gpt2",
+                "tokenizer.ggml.pre": name,
+                "tokenizer.ggml.tokens": alphabet,
+                "tokenizer.ggml.merges": [],
+            }
+        ).to_str()
+        for name in (pre, rule)
+    ]
+    assert made[0] == made[1]
 
 
 def refused(words, metadata):

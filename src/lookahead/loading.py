@@ -372,12 +372,16 @@ def _read_tokenizer(place: Place, file: GGUFFile, chosen: LoadOptions) -> tuple[
         return None, f"{place.name} contains none"
     try:
         backend = build_tokenizer(metadata)
+    except Unsupported as error:
+        return None, f"that of {place.name} cannot be used: {error}"
     except SettingsError as error:
         raise SettingsError(
             f"the tokenizer of {place.name} is damaged: {error}; download or convert the file again"
         ) from None
     if backend is not None:
         return GGUFTokenizer(backend, metadata), ""
+    if find_spec("transformers") is None:
+        return None, f"that of {place.name} needs transformers; {INSTALL}"
     return Checkpoint(place.name, None, file, chosen).read_tokenizer()
 
 

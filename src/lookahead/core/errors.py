@@ -27,9 +27,15 @@ class Unsupported(Exception):
     """The compiled CPU path cannot run a model; the message is the reason, in one line."""
 
 
+def shown(text: str, longest: int = 60) -> str:
+    """Text from a file, for a message: at most ``longest`` characters, with control characters escaped."""
+    escaped = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: longest + 1])
+    return escaped if len(escaped) <= longest else escaped[: longest - 3] + "..."
+
+
 def first_line(error: BaseException, longest: int = 300) -> str:
-    """The first line of an error's message, at most ``longest`` characters; the type's name if it is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:longest]
+    """The first line of an error's message, as ``shown``; the type's name if it is empty."""
+    return shown((str(error).strip().splitlines() or [type(error).__name__])[0], longest)
 
 
 def summary(error: BaseException) -> str:

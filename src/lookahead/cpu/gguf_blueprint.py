@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,9 @@ class FileReader:
                 import gguf
 
                 with np.errstate(all="ignore"):  # damage shows up in the logits
-                    values = gguf.dequantize(raw.reshape(shape[0], -1), gguf.GGMLQuantizationType[kind])
+                    values = gguf.dequantize(
+                        raw.reshape(prod(shape[:-1]), -1), gguf.GGMLQuantizationType[kind]
+                    )
             except (ImportError, KeyError, NotImplementedError) as error:
                 raise Unsupported(
                     f"{name} is stored as {kind}, which this library reads with the package gguf; "

@@ -11,14 +11,15 @@ Layout of a file (versions 2 and 3, little-endian; the specification is docs/ggu
     a string is its length in bytes (u64) and then UTF-8; an array is a value type (u32), a count (u64) and the values
 
 Every count and length is checked against the remaining bytes before it is used, so a wrong number in a header causes
-an error and never a large allocation. Tensors must be contiguous and fill the file, as llama.cpp requires, so a wrong
-shape, block type or offset causes an error too.
+an error and never a large allocation. Tensors must be contiguous and fill the file (zeros may follow), as llama.cpp
+requires, so a wrong shape, block type or offset causes an error too.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 from math import prod
 from pathlib import Path
@@ -82,6 +83,12 @@ NUMBERS = {
 STRING, ARRAY = 8, 9
 #: Types of numbers that are not quantized.
 PLAIN = frozenset(("F64", "F32", "F16", "BF16"))
+#: ``general.type`` -> what such a file is, and what to give instead.
+NOT_MODELS = {
+    "adapter": "a LoRA adapter; merge it into its model with llama-export-lora, and give the result",
+    "imatrix": "an importance matrix, for llama-quantize; give the model",
+    "mmproj": "the part of a multimodal model that reads images; give the language model",
+}
 #: The first bytes of every file.
 MAGIC = b"GGUF"
 #: Maximum number of dimensions of a tensor in ggml.
@@ -106,9 +113,20 @@ def open_model(path: Path) -> GGUFFile:
     """Open a file that must contain a complete model.
 
     Raises:
-        SettingsError: the file is damaged, or is one part of several.
+        SettingsError: the file is damaged, is one part of several, or contains something else.
     """
     file = GGUFFile(path)
+    architecture = file.metadata.get("general.architecture")
+    if not isinstance(architecture, str) or not re.fullmatch(r"[\w.-]{1,60}", architecture, re.ASCII):
+        raise SettingsError(
+            f"general.architecture must be a name of letters and digits, and {path.name} has {architecture!r:.60}; "
+            "download or convert the file again"
+        )
+    kind = "mmproj" if architecture == "clip" else file.metadata.get("general.type", "model")
+    if isinstance(kind, str) and kind in NOT_MODELS:
+        raise SettingsError(
+            f"a GGUF file must contain a language model, and {path.name} is {NOT_MODELS[kind]}"
+        )
     parts = file.metadata.get("split.count", 1)
     if isinstance(parts, int) and parts > 1:
         raise SettingsError(
@@ -260,7 +278,7 @@ class _Reader:
         return metadata, tensors
 
     def check_positions(self, tensors: dict[str, Tensor], start: int, alignment: int) -> None:
-        """Check that the tensors are contiguous in the file and that nothing follows the last one."""
+        """Check that the tensors are contiguous in the file and that only padding follows the last one."""
         end = start
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
             last = tensor.offset + tensor.nbytes
@@ -274,8 +292,8 @@ class _Reader:
                     f"up to {alignment} bytes), got {tensor.offset:,}"
                 )
             end = _aligned(last, alignment)
-        if self.size > end:
-            raise _Damaged(f"its last tensor must end the file, but {self.size - end:,} bytes follow it")
+        if np.frombuffer(self.data, np.uint8, offset=min(end, self.size)).any():
+            raise _Damaged(f"only zeros may follow its last tensor, but {self.size - end:,} other bytes do")
 
     def check_count(self, count: int, smallest: int, what: str) -> None:
         """Check that ``count`` items of at least ``smallest`` bytes fit in the rest of the file."""

@@ -74,9 +74,9 @@ def encode(
         _check_unicode(prompt)
         if tokenizer is None:
             raise SettingsError(f"a text prompt needs a tokenizer, and {missing}; give token ids instead")
-        ids = list(tokenizer(prompt).input_ids)
+        ids = _from_text(prompt, tokenizer, context)
     elif _all_are(prompt, Mapping) and len(prompt):
-        ids = _from_messages(prompt, tokenizer, missing, variables or {})
+        ids = _from_messages(prompt, tokenizer, missing, context, variables or {})
     elif _all_are(prompt, Integral) and bool not in map(type, prompt):
         ids = [int(token) for token in prompt]
     else:
@@ -93,11 +93,23 @@ def encode(
             f"token ids must be between 0 and {vocabulary - 1}, got {outside}; is this the model's tokenizer?"
         )
     if context is not None and len(ids) >= context:
-        raise SettingsError(
-            f"the prompt must be shorter than the model's context of {context} tokens, got {len(ids)}; "
-            "shorten it or use a model with a longer context"
-        )
+        raise _too_long(context, str(len(ids)))
     return ids
+
+
+def _too_long(context: int, given: str) -> SettingsError:
+    return SettingsError(
+        f"the prompt must be shorter than the model's context of {context} tokens, got {given}; "
+        "shorten it or use a model with a longer context"
+    )
+
+
+def _from_text(text: str, tokenizer: Any, context: int | None, **options: Any) -> list[int]:
+    if context is not None and hasattr(tokenizer, "fewest_tokens"):
+        fewest = tokenizer.fewest_tokens(text)
+        if fewest >= context:
+            raise _too_long(context, f"at least {fewest}")
+    return list(tokenizer(text, **options).input_ids)
 
 
 def _check_unicode(text: str) -> None:
@@ -108,7 +120,11 @@ def _check_unicode(text: str) -> None:
 
 
 def _from_messages(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Any, missing: str, variables: Mapping[str, Any]
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    missing: str,
+    context: int | None,
+    variables: Mapping[str, Any],
 ) -> list[int]:
     chat = [dict(message) for message in messages]
     for message in chat:
@@ -122,12 +138,12 @@ def _from_messages(
             "give the prompt as a string, or use an instruction-tuned model"
         )
     _check_unicode(json.dumps([chat, variables], ensure_ascii=False, default=str))
+    # Text first if its length can be bounded; some of transformers' tokenizers encode chats in another way than text.
+    as_text = hasattr(tokenizer, "fewest_tokens")
+    given = {"add_generation_prompt": True} | dict(variables)
     try:
-        return list(
-            tokenizer.apply_chat_template(
-                chat, return_dict=False, **({"add_generation_prompt": True} | dict(variables))
-            )
-        )
+        made = tokenizer.apply_chat_template(chat, tokenize=not as_text, return_dict=False, **given)
     except Exception as error:  # a template is the model's code and may raise anything
-        given = " and ".join(["these messages", *variables])
-        raise SettingsError(f"the model's chat template rejects {given}: {first_line(error)}") from None
+        what = " and ".join(["these messages", *variables])
+        raise SettingsError(f"the model's chat template rejects {what}: {first_line(error)}") from None
+    return _from_text(made, tokenizer, context, add_special_tokens=False) if as_text else list(made)

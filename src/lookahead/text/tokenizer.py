@@ -16,21 +16,31 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from ..core import SettingsError
-from ..core.errors import first_line
+from ..core.errors import Unsupported, first_line, shown
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 #: Types of tokens in ``tokenizer.ggml.token_type``.
 CONTROL, USER_DEFINED = 3, 4
-#: Tokens that end a turn in chat templates. Many files declare only the end-of-text token, so llama.cpp also finds
-#: these by their text.
-TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
+#: Roles of ``tokenizer.ggml.{role}_token_id`` whose tokens end a completion: end of a text, a turn and a message, and
+#: what is between the files of a repository in training on code.
+END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+#: The same tokens by their text, because many files declare only one of them, as in llama.cpp (llama-vocab.cpp).
+ENDS = frozenset(
+    (
+        *("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "[EOS]", "[e~["),
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<EOT>", "_<EOT>", "[EOT]"),
+        *("<|eom_id|>", "<end_of_utterance>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
+        *("<|tool_response>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>"),
+        *("<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
+    )
+)
 
 # Regular expressions that split text into pieces. A merge never crosses a piece boundary.
 LLAMA3 = (
@@ -38,28 +48,42 @@ LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-#: ``tokenizer.ggml.pre`` -> the expression. "" stands for GPT-2's expression, which is built into ``tokenizers``.
-PIECES = {
-    "": "",
-    "default": "",
-    "gpt-2": "",
-    "smollm": "",
-    "starcoder": "",
-    "refact": "",
-    "llama3": LLAMA3,
-    "llama-v3": LLAMA3,
-    "llama-bpe": LLAMA3,
-    "falcon3": LLAMA3,
-    "qwen2": QWEN2,
-    "deepseek-r1-qwen": QWEN2,
-}
+QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+#|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*#"
+_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN = _WORDS.replace("#", "") + r"|\p{N}" + _OTHERS
+GPT4O = _WORDS.replace("#", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?") + r"|\p{N}{1,3}" + _OTHERS
 #: Vocabularies of Llama 3, whose texts begin with the beginning-of-sequence token unless the file says otherwise.
-WITH_BOS = ("llama3", "llama-v3", "llama-bpe")
+WITH_BOS = (
+    "llama3",
+    "llama-v3",
+    "llama-bpe",
+    "falcon-h1",
+    "pixtral",
+    "midm-2.0",
+    "lfm2",
+    "jina-v5-nano",
+    "tekken",
+)
 #: Vocabularies in which a piece that equals a token becomes this token, regardless of the merges.
 IGNORE_MERGES = (*WITH_BOS, "falcon3")
 #: Vocabularies in which every digit is a separate piece, as in llama.cpp and in the models' own tokenizer.json.
 #: transformers does not do this, so results differ for spaces before a digit.
-DIGITS_APART = ("smollm", "starcoder", "refact")
+DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")
+GPT2 = ("", "default", "gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "mpt", "olmo", "jais", "trillion")
+#: ``tokenizer.ggml.pre`` -> the expression, as in llama.cpp, which defines the names; "" for that of GPT-2, which is
+#: built into ``tokenizers``.
+PIECES = {
+    **dict.fromkeys((*GPT2, "exaone4", *DIGITS_APART), ""),
+    **dict.fromkeys((*IGNORE_MERGES, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), LLAMA3),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "grok-2"), QWEN2
+    ),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), GPT4O),
+    "tekken": TEKKEN,
+    "qwen35": QWEN35,
+}
 #: The key of the chat template; a file's other templates have its keys with their names appended.
 TEMPLATE = "tokenizer.chat_template"
 #: Options of transformers' ``apply_chat_template`` that are no variables of the template.
@@ -90,6 +114,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
     """The tokenizer of a file; None if its kind is not supported here.
 
     Raises:
+        Unsupported: it splits text by a rule that is not known here; transformers would use GPT-2's.
         SettingsError: the vocabulary is inconsistent.
     """
     for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre", "general.architecture"):
@@ -99,12 +124,14 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
     pre = metadata.get("tokenizer.ggml.pre", "")
     architecture = metadata.get("general.architecture", "")
     make: Callable[[Mapping[str, Any]], Tokenizer]
-    if kind == "gpt2" and pre in PIECES and "tokenizer.ggml.merges" in metadata:
+    if kind == "gpt2" and pre not in PIECES:
+        raise Unsupported(
+            f"it splits text by a rule that is not known here (tokenizer.ggml.pre is {shown(pre)})"
+        )
+    if kind == "gpt2" and "tokenizer.ggml.merges" in metadata:
         make = _byte_level
-    elif kind == "llama" and architecture in ("gemma", "gemma2", "gemma3"):
-        make = _gemma
-    elif kind == "llama" and architecture == "llama":
-        make = _sentencepiece
+    elif kind == "llama":
+        make = _gemma if architecture in ("gemma", "gemma2", "gemma3") else _sentencepiece
     else:
         return None
     _check_vocabulary(metadata)
@@ -120,23 +147,24 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
 
 
 def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a completion: those that the file declares, and those that end a turn in its template."""
-    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    """The tokens that end a completion: those that the file declares, and those known by their text."""
+    named = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in END_ROLES]
     listed = np.asarray(metadata.get("tokenizer.ggml.eos_token_ids", ())).ravel().tolist()
     # Some files write -1 as an unsigned number for a missing token.
     ends = {token for token in [*named, *listed] if isinstance(token, int) and 0 <= token < 1 << 31}
     tokens = metadata.get("tokenizer.ggml.tokens")
-    template = metadata.get("tokenizer.chat_template")
-    types = np.atleast_1d(metadata.get("tokenizer.ggml.token_type", ()))
-    if not isinstance(tokens, list) or not isinstance(template, str):
+    if not isinstance(tokens, list):
         return sorted(ends)
-    for text in TURN_ENDS:
+    template = metadata.get(TEMPLATE)
+    types = np.atleast_1d(metadata.get("tokenizer.ggml.token_type", ()))[: len(tokens)]
+    for index in np.flatnonzero(np.isin(types, (CONTROL, USER_DEFINED))).tolist():
+        text = tokens[index]
         # In a vocabulary with <|return|> (Harmony), <|end|> ends only a part of an answer.
-        if text not in template or text not in tokens or (text == "<|end|>" and "<|return|>" in tokens):
+        if text not in ENDS or (text == "<|end|>" and "<|return|>" in tokens):
             continue
-        token = tokens.index(text)
-        if token < len(types) and types[token] in (CONTROL, USER_DEFINED):
-            ends.add(token)
+        # Some files mark the end of a turn as user-defined; then it ends only the turns of the file's own template.
+        if types[index] == CONTROL or (isinstance(template, str) and text in template):
+            ends.add(index)
     return sorted(ends)
 
 
@@ -231,7 +259,7 @@ def _gemma(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
-    from tokenizers import decoders, pre_tokenizers
+    from tokenizers import decoders, normalizers, pre_tokenizers
 
     tokens = metadata["tokenizer.ggml.tokens"]
     if "tokenizer.ggml.merges" in metadata:
@@ -243,16 +271,19 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = _bpe(vocabulary, merges, fuse_unk=True, byte_fallback=True)
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    scheme = "first" if prefix else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    if metadata.get("general.architecture") == "phi3":  # a space begins the text even before a space
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        scheme = "first" if prefix else "never"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return tokenizer
 
 
 def _given_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
-    pairs = [merge.partition(" ") for merge in metadata["tokenizer.ggml.merges"]]
-    return [(left, right) for left, _, right in pairs]
+    pairs = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    return cast("list[tuple[str, str]]", pairs)
 
 
 def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
@@ -367,6 +398,24 @@ class GGUFTokenizer:
         # Other than ``encode``, this releases the interpreter: a million digits take seconds.
         (made,) = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return _Encoding(input_ids=made.ids, attention_mask=[1] * len(made.ids))
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of the number of tokens of a text, in a thousandth of the time that counting them takes."""
+        longest, absent = self._longest
+        return -(-len(text.encode().translate(None, absent)) // longest) if longest else 0
+
+    @cached_property
+    def _longest(self) -> tuple[int, bytes]:
+        """(the most bytes of a text in one token, 0 for no limit; bytes that become no token)."""
+        from tokenizers.decoders import ByteLevel
+
+        vocabulary = self.backend_tokenizer.get_vocab()
+        longest = max(len(token.encode()) for token in vocabulary)
+        if isinstance(self.backend_tokenizer.decoder, ByteLevel):
+            alphabet = byte_alphabet()
+            return longest, bytes(byte for byte in alphabet if alphabet[byte] not in vocabulary)
+        whole = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))  # otherwise any text may be <unk>
+        return longest if whole else 0, b""
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
