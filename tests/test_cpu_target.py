@@ -26,6 +26,7 @@ from lookahead.cpu.kernels import formats, processor
 from lookahead.cpu.kernels.formats import FORMATS
 from lookahead.cpu.target import CpuTarget, PassArrays, PassLogits
 from lookahead.drafters import Plain
+from lookahead.hf import module_families
 from lookahead.hf.facts import ModelFacts
 from lookahead.hf.module_families import REGISTRY, Spec, register, spec_of
 from lookahead.hf.paths import make_target
@@ -445,12 +446,12 @@ def test_layers_with_keys_of_different_shapes_are_not_compiled(shape: tuple[int,
 FAULTS = {
     "granite": {"residual_multiplier": ""},
     "olmo2": {"query_norm": ""},
-    "olmo3": {"window": lambda config, layer: 0},
+    "olmo3": {"query_norm": ""},
     "phi3": {"rotates": lambda config, layer: layer != 1},
     "gemma": {"norm_offset": 0.0},
     "gemma2": {"attention_cap": ""},
     "gemma3": {"feed_forward_post_norm": ""},
-    "starcoder2": {"window": lambda config, layer: 6},
+    "starcoder2": {"norm_offset": 1.0},
     "gpt2": {"positions": ""},
 }
 
@@ -463,6 +464,16 @@ def test_a_family_is_refused_where_one_part_of_its_spec_is_wrong(
     name = type(model).__name__
     monkeypatch.setitem(REGISTRY, name, dataclasses.replace(REGISTRY[name], **FAULTS[family]))
     target = make_target(model)
+    assert target.path == "transformers"
+    assert "differ" in target.reason
+
+
+@pytest.mark.parametrize(("family", "window"), [("olmo3", 0), ("starcoder2", 6)])
+def test_a_family_is_refused_where_its_windows_are_wrong(
+    family: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_families, "layer_window", lambda config, layer: window)
+    target = make_target(tiny(family))
     assert target.path == "transformers"
     assert "differ" in target.reason
 

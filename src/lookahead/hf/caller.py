@@ -7,8 +7,6 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Generic, ParamSpec, TypeVar
 
-from transformers import GenerationMixin
-
 from ..core import SettingsError
 
 P = ParamSpec("P")
@@ -58,24 +56,17 @@ class CustomGenerate(Generic[P, R]):
 def _give_back() -> None:
     """Put the tokenizer and ``DROPPED`` of the running ``model.generate`` back into its keywords.
 
-    Without the streamer, its reader would wait forever; without the tokenizer, stop strings would not work; an
-    assistant model would be ignored silently; and without ``synced_gpus``, which transformers sets itself under FSDP
-    and ZeRO-3, processes that emit different numbers of tokens would wait for each other forever. transformers has no
-    interface for them: its method ``_extract_generation_mode_kwargs`` collects them, then replaces what it collected
-    with the keywords in the signature of a callable ``custom_generate`` (since
-    https://github.com/huggingface/transformers/pull/40586). The method reads the signature just before, so this
-    function is called then and writes to the method's own dictionary of keywords. In a version without that method,
+    transformers drops them for a callable ``custom_generate`` (since
+    https://github.com/huggingface/transformers/pull/40586) in a method that reads the signature just before. Without
+    the streamer its reader would wait forever, without the tokenizer stop strings would not work, and without
+    ``synced_gpus`` (set under FSDP and ZeRO-3) processes would wait for each other. In a version without that method,
     transformers behaves as usual.
     """
-    method = getattr(GenerationMixin, "_extract_generation_mode_kwargs", None)
-    code = getattr(method, "__code__", None)
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
+    while frame is not None and frame.f_code.co_name != "_extract_generation_mode_kwargs":
         frame = frame.f_back
-    if frame is None:
-        return
-    taken, keywords = (frame.f_locals.get(name) for name in ("generation_mode_kwargs", "kwargs"))
-    if isinstance(taken, dict) and isinstance(keywords, dict):
-        if "tokenizer" in taken:
-            keywords["tokenizer"] = taken["tokenizer"]
-        keywords[DROPPED] = {name: taken.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
+    local = frame.f_locals if frame is not None else {}
+    taken, keywords = local.get("generation_mode_kwargs", {}), local.get("kwargs", {})
+    if "tokenizer" in taken:
+        keywords["tokenizer"] = taken["tokenizer"]
+    keywords[DROPPED] = {name: taken.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}

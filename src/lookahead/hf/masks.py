@@ -55,6 +55,24 @@ ONE_MASK = (
 WITHOUT_WINDOW = ("gemma", "gpt2", "granite", "llama", "olmo2")
 
 
+def sliding_window(config: Any) -> int:
+    """The number of keys that a row of a sliding layer sees, itself included; 0 for no limit."""
+    return 0 if config.model_type in WITHOUT_WINDOW else getattr(config, "sliding_window", None) or 0
+
+
+def layer_types(config: Any) -> Sequence[str]:
+    """The kind of each layer; () if the class treats all layers alike."""
+    if config.model_type in (*ONE_MASK, *WITHOUT_WINDOW):
+        return ()
+    return getattr(config, "layer_types", None) or ()
+
+
+def layer_window(config: Any, layer: int) -> int:
+    """The number of keys that a row of one layer sees, itself included; 0 for all."""
+    types = layer_types(config)
+    return 0 if types and types[layer] != "sliding_attention" else sliding_window(config)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerKinds:
     """The attention patterns of a model's layers. A model with several kinds expects a dict of masks by kind.
@@ -72,14 +90,9 @@ class LayerKinds:
     @classmethod
     def of(cls, config: Any) -> LayerKinds:
         """The kinds of a text config."""
-        window = 0 if config.model_type in WITHOUT_WINDOW else getattr(config, "sliding_window", None) or 0
+        window = sliding_window(config)
         chunk = getattr(config, "attention_chunk_size", None) or 0
-        types = (
-            None
-            if config.model_type in (*ONE_MASK, *WITHOUT_WINDOW)
-            else getattr(config, "layer_types", None)
-        )
-        kinds = tuple(dict.fromkeys(types or ()))
+        kinds = tuple(dict.fromkeys(layer_types(config)))
         return cls(kinds or (("sliding_attention",) if window else ("full_attention",)), window, chunk)
 
 

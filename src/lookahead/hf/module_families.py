@@ -25,25 +25,7 @@ from ..cpu.dense import Linear
 from ..cpu.kernels import formats
 from .facts import ModelFacts
 from .fingerprint import active_hooks
-
-
-def _window(config: Any, layer: int) -> int:
-    """The window of a layer that the config lists as sliding, or of any layer if it lists no types."""
-    types = getattr(config, "layer_types", None)
-    if types and types[layer] != "sliding_attention":
-        return 0
-    return getattr(config, "sliding_window", None) or 0
-
-
-def _one_window(config: Any, layer: int) -> int:
-    """The window of every layer, in classes that use one mask for all layers, regardless of the layer types in the
-    config."""
-    return getattr(config, "sliding_window", None) or 0
-
-
-def _no_window(config: Any, layer: int) -> int:
-    """No window, in classes that have none, regardless of the config's ``sliding_window``."""
-    return 0
+from .masks import layer_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +47,6 @@ class Spec:
         norm_offset: constant added to the weights of norms.
         activation, embedding_multiplier, residual_multiplier, logits_divisor, attention_cap, logits_cap: fields of
             the config; caps are c in c * tanh(x / c).
-        window: (config, layer) -> number of keys that a row sees, including its own; 0 for all.
         rotates: (config, layer) -> whether the layer has rotary positions.
     """
 
@@ -98,7 +79,6 @@ class Spec:
     logits_divisor: str = ""
     attention_cap: str = ""
     logits_cap: str = ""
-    window: Callable[[Any, int], int] = _window
     rotates: Callable[[Any, int], bool] = lambda config, layer: True
 
 
@@ -121,8 +101,8 @@ _OLMO2 = replace(
 )
 #: transformers class -> spec.
 REGISTRY: dict[str, Spec] = {
-    "LlamaForCausalLM": Spec(window=_no_window),
-    "MistralForCausalLM": Spec(window=_one_window),
+    "LlamaForCausalLM": Spec(),
+    "MistralForCausalLM": Spec(),
     "Qwen2ForCausalLM": Spec(),
     "Qwen3ForCausalLM": _QWEN3,
     "SmolLM3ForCausalLM": Spec(rotates=lambda config, layer: bool(config.no_rope_layers[layer])),
@@ -130,17 +110,16 @@ REGISTRY: dict[str, Spec] = {
         embedding_multiplier="embedding_multiplier",
         residual_multiplier="residual_multiplier",
         logits_divisor="logits_scaling",
-        window=_no_window,
     ),
-    "Olmo2ForCausalLM": replace(_OLMO2, window=_no_window),
+    "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": _OLMO2,
-    "Phi3ForCausalLM": Spec(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj", window=_one_window),
-    "GemmaForCausalLM": Spec(norm_offset=1.0, window=_no_window),
+    "Phi3ForCausalLM": Spec(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
+    "GemmaForCausalLM": Spec(norm_offset=1.0),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": replace(
         _GEMMA2, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm", attention_cap=""
     ),
-    "Starcoder2ForCausalLM": Spec(gate="", up="mlp.c_fc", down="mlp.c_proj", window=_one_window),
+    "Starcoder2ForCausalLM": Spec(gate="", up="mlp.c_fc", down="mlp.c_proj"),
     "GPT2LMHeadModel": Spec(
         embedding="transformer.wte",
         positions="transformer.wpe",
@@ -157,7 +136,6 @@ REGISTRY: dict[str, Spec] = {
         down="mlp.c_proj",
         activation="activation_function",
         rotates=lambda config, layer: False,
-        window=_no_window,
     ),
 }
 
@@ -322,7 +300,7 @@ class _Parts:
                 joint_norm=joint,
                 gated=bool(spec.gate or spec.gate_up),
                 scale=float(attention.scaling),
-                window=spec.window(config, index),
+                window=layer_window(config, index),
                 rotary=1 + self.rotary_types.index(kind) if spec.rotates(config, index) else 0,
                 cap=self.setting(spec.attention_cap, 0),
             )
