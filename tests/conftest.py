@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -17,7 +18,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 # Imported modules are never freed, and each garbage collection spends a quarter of a second visiting them.
@@ -32,9 +32,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-# Without a GPU, the attention kernel runs in Triton's interpreter, which must be chosen before the import.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+#: Whether the tests run without torch (make test-light): then only files with the mark ``light`` are collected.
+LIGHT = importlib.util.find_spec("torch") is None
+if not LIGHT:
+    import torch
+
+    # Without a GPU, the attention kernel runs in Triton's interpreter, which must be chosen before the import.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 #: Tests that `make test-slow` runs and `make test` leaves out, because they take half of all processor time: whole
@@ -100,9 +105,7 @@ def has_compiled(package):
 def pytest_xdist_setupnodes(config, specs):
     """In a fresh clone, compile shared code before the workers start, or each would compile its own."""
     source = str(Path(__file__).parents[1] / "src")
-    if all(
-        has_compiled(Path(source, "lookahead", *names)) for names in [("targets",), ("drafters", "adaptive")]
-    ):
+    if all(has_compiled(Path(source, "lookahead", *names)) for names in [("cpu",), ("drafters", "adaptive")]):
         return
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {"XDG_CACHE_HOME": cache, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
@@ -114,7 +117,13 @@ def pytest_xdist_setupnodes(config, specs):
 
 
 #: Whether the reference for the Gemma 2 tests is wrong.
-IGNORES_SOFT_CAPS = tuple(map(int, version("transformers").split(".")[:2])) < (5, 21)
+IGNORES_SOFT_CAPS = not LIGHT and tuple(map(int, version("transformers").split(".")[:2])) < (5, 21)
+
+
+def pytest_ignore_collect(collection_path):
+    """Without torch, leave out files whose tests need it."""
+    python = collection_path.suffix == ".py"
+    return True if LIGHT and python and "pytest.mark.light" not in collection_path.read_text() else None
 
 
 def is_named(item, pattern):

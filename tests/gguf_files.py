@@ -10,15 +10,13 @@ windows, StarCoder2's rotary bases, scaled frequencies), nor our names: it takes
 """
 
 import json
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
-import torch
-import transformers
 from gguf.constants import MODEL_ARCH_NAMES
-from transformers.pytorch_utils import Conv1D
 
-from toy import VOCABULARY, tokenizer
+from toy import VOCABULARY, trained
 
 #: Types whose blocks are written by hand because the gguf package cannot quantize to them.
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
@@ -118,13 +116,48 @@ def write_gguf(
     Returns:
         The metadata, key -> value.
     """
-    rng = np.random.default_rng(seed)
-    types = (types,) if isinstance(types, str) else tuple(types)
+    import torch
+    import transformers
+
     config = make_config(architecture, **changes)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    written_as = WRITTEN_AS.get(architecture, architecture)
-    writer = gguf.GGUFWriter(path, written_as)
+    tensors = tensors_of(model, WRITTEN_AS.get(architecture, architecture))
+    return _write(path, architecture, types, seed, config, tensors, changes, frequency_factors, chat_template)
+
+
+def write_llama(path, types="Q8_0", seed=0, chat_template=None):
+    """``write_gguf`` of a Llama without torch and transformers."""
+    config = SimpleNamespace(
+        **(SMALL | {"max_position_embeddings": 2048}),
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
+    )
+    hidden, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
+    layer = {
+        "attn_norm": (hidden,),
+        "attn_q": (4 * 128, hidden),
+        "attn_k": (2 * 128, hidden),
+        "attn_v": (2 * 128, hidden),
+        "attn_output": (hidden, 4 * 128),
+        "ffn_norm": (hidden,),
+        "ffn_gate": (inner, hidden),
+        "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner),
+    }
+    tensors = {"token_embd": (vocabulary, hidden), "output_norm": (hidden,), "output": (vocabulary, hidden)}
+    tensors |= {
+        f"blk.{n}.{name}": shape for n in range(config.num_hidden_layers) for name, shape in layer.items()
+    }
+    named = [(f"{name}.weight", shape) for name, shape in tensors.items()]
+    return _write(path, "llama", types, seed, config, named, {}, None, chat_template)
+
+
+def _write(path, architecture, types, seed, config, tensors, changes, frequency_factors, chat_template):
+    rng = np.random.default_rng(seed)
+    types = (types,) if isinstance(types, str) else tuple(types)
+    writer = gguf.GGUFWriter(path, WRITTEN_AS.get(architecture, architecture))
     write_settings(writer, architecture, config)
     write_tokenizer(writer, architecture)
     if chat_template is not None:
@@ -132,7 +165,7 @@ def write_gguf(
     writer.add_string(ARCHITECTURE_KEY, architecture)
     writer.add_string(CONFIG_KEY, json.dumps(changes))
     number = 0
-    for name, shape in tensors_of(model, written_as):
+    for name, shape in tensors:
         if len(shape) == 1:
             weights = rng.normal(0, 0.1, shape) if name.endswith(".bias") else rng.uniform(0.5, 3, shape)
             writer.add_tensor(name, weights.astype(np.float32))
@@ -151,6 +184,8 @@ def write_gguf(
 
 def make_config(architecture, **changes):
     """The transformers config of a small model."""
+    import transformers
+
     name, fields = ARCHITECTURES[architecture]
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config_class = getattr(transformers, f"{name}Config")
@@ -159,6 +194,8 @@ def make_config(architecture, **changes):
 
 def tensors_of(model, written_as):
     """(name in the file, shape (outputs, inputs)) of each weight of a transformers model."""
+    from transformers.pytorch_utils import Conv1D
+
     numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(numbers[written_as], model.config.num_hidden_layers)
     transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
@@ -231,7 +268,7 @@ def write_tokenizer(writer, architecture):
         writer.add_unk_token_id(3)
         writer.add_add_bos_token(True)
     else:
-        state = json.loads(tokenizer().backend_tokenizer.to_str())["model"]
+        state = json.loads(trained())["model"]
         tokens = sorted(state["vocab"], key=state["vocab"].get)
         kinds = [3, 3, 3] + [1] * (len(tokens) - 3) + [5] * (VOCABULARY - len(tokens))  # 5 is unused
         tokens += [f"<unused{n}>" for n in range(VOCABULARY - len(tokens))]
@@ -300,6 +337,10 @@ def decoded(path):
 
 def reference_model(path):
     """The float32 transformers model equivalent to a file from ``write_gguf``."""
+    import torch
+    import transformers
+    from transformers.pytorch_utils import Conv1D
+
     reader = gguf.GGUFReader(path)
     architecture = reader.get_field(ARCHITECTURE_KEY).contents()
     config = make_config(architecture, **json.loads(reader.get_field(CONFIG_KEY).contents()))

@@ -3,7 +3,6 @@
 import functools
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from lookahead.testing import tiny_model
 
@@ -17,7 +16,7 @@ CHAT = (
 
 
 @functools.cache
-def _trained():
+def trained():
     """Byte-level BPE over every byte, with a few merges, as JSON."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -34,7 +33,9 @@ def _trained():
 
 def tokenizer(chat=False):
     """A tokenizer of its own, of one training."""
-    raw = Tokenizer.from_str(_trained())
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer.from_str(trained())
     made = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     if chat:
         made.chat_template = CHAT

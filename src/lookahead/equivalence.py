@@ -170,7 +170,7 @@ class Trial:
             logits (rows, V) in the order of ``texts``, and the logits of slot 0's control tree, (8, V).
         """
         prompts = list(enumerate(self.prompts))
-        rows = [floats(scores.row(0)) for scores in target.prefill(prompts)]
+        rows = [host_row(scores, 0) for scores in target.prefill(prompts)]
         control = forward(target, [(0, self.control_tree())], self.repeats)
         first, second = (list(enumerate(trees)) for trees in self.trees)
         rows += forward(target, first, self.repeats)
@@ -214,8 +214,14 @@ def forward(target: Target, trees: list[tuple[int, TokenTree]], repeats: int = 1
         target.forward(list(zip(slots, given[::-1], strict=True)))
     rows = []
     for scores, (_, tree) in zip(target.forward(trees), trees, strict=True):
-        rows += [floats(scores.row(node)) for node in tree.needs_logits_nodes()]
+        rows += [host_row(scores, node) for node in tree.needs_logits_nodes()]
     return rows
+
+
+def host_row(scores: Any, node: int) -> Array:
+    """A copy of the logits (V,) under a node as float32 on the host, without torch where the target has arrays."""
+    read = getattr(scores, "host", None)
+    return np.array(read(node)[0], np.float32) if read is not None else floats(scores.row(node))
 
 
 def floats(row: Any) -> Array:
@@ -225,7 +231,7 @@ def floats(row: Any) -> Array:
 
 def single_rows(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> list[Array]:
     """The logits (V,) after the prompt and after each token, evaluated one row per step in slot 0."""
-    rows = [floats(target.prefill([(0, prompt)])[0].row(0))]
+    rows = [host_row(target.prefill([(0, prompt)])[0], 0)]
     for token in tokens:
         rows += forward(target, [(0, TokenTree(token))])
         target.commit([(0, [0])])

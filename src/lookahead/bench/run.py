@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 
 from ..core import first_divergence
 from ..drafters import ngrams_of
+from ..equivalence import host_row
 from .methods import PLAIN, MakeMethods, Method, ModelUnderTest, Outcome, RunOptions, load_model, make_methods
 from .record import Record, Records, environment, key_of
 from .workloads import Prompt
@@ -223,7 +224,7 @@ def _figures(
     if divergence is not None and divergence < min(len(tokens), len(plain)):
         # The difference between the two logits at that position. Near 0, rounding explains the divergence.
         (scores,) = model.target.prefill([(0, prompt + plain[:divergence])])
-        row = scores.row(0)
+        row = host_row(scores, 0)
         gap = float(row[plain[divergence]]) - float(row[tokens[divergence]])
         model.target.release(0)
     equal = divergence is None if comparable else None

@@ -33,6 +33,9 @@ def train_head(
     The model generates text, its hidden states over this text are computed, and the head is trained on both. It needs
     no data and does not affect the output. Ctrl-C interrupts any stage; the same command continues it.
     """
+    from ..hf.device import require_transformers
+
+    require_transformers("train-head")
     from ..learning.head_learner import HeadLearner
 
     llm = load_model(load)

@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from .. import __version__
 from ..core import Drafter, Request, SettingsError
@@ -297,7 +297,7 @@ class Preparer:
         return Options(**{name: value for name, value in given.items() if value is not None})
 
     def _bias(self, bias: dict[str, float]) -> Callable[[Any, Any], Any]:
-        row = torch.zeros(self.llm.vocabulary)
+        row = np.zeros(self.llm.vocabulary, np.float32)
         for token, value in bias.items():
             # int() raises an error for more than 4,300 digits.
             if not token.isdecimal() or len(token) > 18 or int(token) >= self.llm.vocabulary:
@@ -305,8 +305,7 @@ class Preparer:
                     f"logit_bias: token ids must be 0 to {self.llm.vocabulary - 1}, got {token!r:.40}"
                 )
             row[int(token)] = value
-        row = row.to(self.llm.model.device)
-        return lambda ids, scores: scores + row
+        return lambda ids, scores: scores + _like(scores, row)
 
     def _predicted(self, body: Generating, drafter: Drafter) -> list[int]:
         """The tokens of the prediction; [] without one."""
@@ -399,7 +398,15 @@ def penalties(prompt_length: int, presence: float, frequency: float) -> Callable
     """OpenAI's penalties: subtracted from the logits of tokens that occur in the completion, not in the prompt."""
 
     def process(ids: Any, scores: Any) -> Any:
-        counts = torch.bincount(ids[0, prompt_length:], minlength=scores.shape[1])
-        return scores - frequency * counts - presence * (counts > 0)
+        written = np.array(ids[0, prompt_length:].tolist(), np.int64)
+        counts = np.bincount(written, minlength=scores.shape[1]).astype(np.float32)
+        for penalty in (np.float32(frequency) * counts, np.float32(presence) * (counts > 0)):
+            scores = scores - _like(scores, penalty.astype(np.float32))
+        return scores
 
     return process
+
+
+def _like(scores: Any, array: Any) -> Any:
+    """A float32 array as the kind of array that scores are: numpy's, or a tensor on their device."""
+    return array if isinstance(scores, np.ndarray) else scores.new_tensor(array)
