@@ -681,11 +681,13 @@ def targets_of(machine: Machine, llm: Any) -> dict[str, Any]:
 
     found = {}
     for backend in ("sdpa", "reference") if machine.tiny else ("triton", "sdpa"):
-        attention, reason = captured_attention(llm.model, llm.probe.facts, backend)
+        attention, reason = captured_attention(llm.model.module, llm.model.probe.facts, backend)
         got = attention.backend if attention is not None else "none"
         table(f"captured passes with {backend}", reason[-110:], "", got == backend)
         if got == backend:
-            found[backend] = CudaGraphTarget(llm.model, llm.probe.facts, attention, reason=reason)
+            found[backend] = CudaGraphTarget(
+                llm.model.module, llm.model.probe.facts, attention, reason=reason
+            )
     return found
 
 
@@ -818,16 +820,16 @@ def check_memory(machine: Machine) -> None:
     from lookahead.hf.graph_store import CAPACITY
 
     llm = load_llm(machine)
-    facts = llm.probe.facts
-    weights = sum(p.numel() * p.element_size() for p in llm.model.parameters())
+    facts = llm.model.probe.facts
+    weights = sum(p.numel() * p.element_size() for p in llm.model.module.parameters())
     for sequences in (1, 4) if machine.tiny else (1, 4, 16):
         for context in (100, 1500) if machine.tiny else (1024, 2048, 8192):
             if context + 200 > facts.max_positions or time.monotonic() > machine.end:
                 continue
             # Use a new attention, so that no earlier cache is reused.
             machine.start_peak()
-            own = TreeAttention(llm.model, attention.get("auto", machine.device))
-            target = CudaGraphTarget(llm.model, facts, own)
+            own = TreeAttention(llm.model.module, attention.get("auto", machine.device))
+            target = CudaGraphTarget(llm.model.module, facts, own)
             prompt = [1 + i % 50 for i in range(context)]
             target.prefill([(slot, prompt) for slot in range(sequences)])
             trees = [(slot, sample_tree(64 // sequences, facts.vocabulary)) for slot in range(sequences)]

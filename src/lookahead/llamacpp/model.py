@@ -62,7 +62,7 @@ class LlamaCppModel(Model):
     @cached_property
     def probe(self) -> Probe:
         """The result of comparing token trees with llama.cpp's own causal passes."""
-        from .check import check  # imports torch
+        from .check import check
 
         ok, why, found = check(self.contexts)
         # If any dtype is shorter than float32, a row's rounding depends on the other rows of its pass.
