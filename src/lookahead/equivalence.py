@@ -225,8 +225,8 @@ def host_row(scores: Any, node: int) -> Array:
 
 
 def floats(row: Any) -> Array:
-    """A row of logits as float32 on the host, from an array or a tensor."""
-    return np.asarray(row if isinstance(row, np.ndarray) else row.float().cpu(), np.float32)
+    """A row of logits as float32 on the host, from an array, a list or a tensor."""
+    return np.asarray(row.float().cpu() if hasattr(row, "cpu") else row, np.float32)
 
 
 def single_rows(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> list[Array]:
