@@ -19,7 +19,7 @@ from ..drafters import as_drafter
 from ..limits import NO_LIMIT
 from ..llm import LLM
 from ..options import Options
-from ..text.prompts import encode, has_chat_template
+from ..text.prompts import PromptTooLong, encode, has_chat_template
 from .api_errors import Refused
 from .grammar import Constraint, GrammarProcess, Grammars
 from .logprobs import LogProbs
@@ -91,30 +91,31 @@ class Preparer:
                 drafter=self.settings.drafting(),
             )
 
-    def encode(self, prompt: Any, param: str, variables: dict[str, Any] | None = None) -> list[int]:
-        """Token ids of a prompt of any length.
+    def encode(
+        self, prompt: Any, param: str, variables: dict[str, Any] | None = None, *, fits: bool = False
+    ) -> list[int]:
+        """Token ids of a prompt.
 
         Args:
             prompt: a string, chat messages or token ids.
             param: the prompt's field in the request.
             variables: further variables of the chat template.
+            fits: whether the prompt must leave room for an answer.
 
         Raises:
+            Refused: it leaves none.
             SettingsError: the prompt is not valid.
         """
         llm = self.llm
+        context = self.context if fits else None
         try:
-            return encode(prompt, llm.tokenizer, llm.tokenizer_error, llm.vocabulary, None, variables)
+            return encode(prompt, llm.tokenizer, llm.tokenizer_error, llm.vocabulary, context, variables)
+        except PromptTooLong as error:
+            raise self._too_long(error.tokens, param) from None
         except SettingsError as error:
             raise SettingsError(f"{param}: {error}") from None
 
-    def _fitting(self, ids: list[int], param: str) -> list[int]:
-        """The same token ids. Raises unless they leave room for at least one more."""
-        if len(ids) >= self.context:
-            raise self._too_long(len(ids), param)
-        return ids
-
-    def _too_long(self, tokens: int, param: str) -> Refused:
+    def _too_long(self, tokens: str, param: str) -> Refused:
         """The refusal of a prompt. Agents recognise its code and its first sentence, and shorten the conversation."""
         raisable = self.longest is None or self.context < self.longest
         most = "" if self.longest is None else f" (at most {self.longest} with this model)"
@@ -138,7 +139,7 @@ class Preparer:
         self._check_choices(body, len(body.prompts))
         requests = self._requests(
             body,
-            [self._fitting(self.encode(prompt, "prompt"), "prompt") for prompt in body.prompts],
+            [self.encode(prompt, "prompt", fits=True) for prompt in body.prompts],
             max_tokens=body.limit,
             logprobs=body.logprobs,
             echo=bool(body.echo),
@@ -163,18 +164,18 @@ class Preparer:
                 f"{call.param}: tools whose calls must follow a schema and {constraint.param} are mutually exclusive"
             )
         self._check_choices(body, 1)
-        ids = self.chat_tokens(body)
+        ids = self.chat_tokens(body, fits=True)
         requests = self._requests(
             body,
-            [self._fitting(ids, "messages")],
+            [ids],
             max_tokens=body.limit,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             constraint=constraint or call,
         )
         return ChatAnswer(body, self.name, requests, self.llm.tokenizer, self._fingerprint(), self._template)
 
-    def chat_tokens(self, body: ChatRequest) -> list[int]:
-        """The token ids of a chat, with the tools described in it.
+    def chat_tokens(self, body: ChatRequest, *, fits: bool = False) -> list[int]:
+        """The token ids of a chat, with the tools described in it; ``fits`` as in ``encode``.
 
         Raises:
             SettingsError: the template rejects the messages, or a field that it cannot honour.
@@ -194,7 +195,7 @@ class Preparer:
                 raise SettingsError("continue_final_message: needs add_generation_prompt false")
             given["continue_final_message"] = True
         messages = with_tools(messages_of(body.messages), tools, template)
-        return self.encode(messages, "messages", given | self._variables(tools))
+        return self.encode(messages, "messages", given | self._variables(tools), fits=fits)
 
     @property
     def _template(self) -> str:

@@ -16,6 +16,22 @@ OnePrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 Prompt = Any
 
 
+class PromptTooLong(SettingsError):
+    """A prompt leaves no room for an answer.
+
+    Args:
+        context: the most tokens of prompt and answer together.
+        tokens: the number of tokens of the prompt, or "at least" a number.
+    """
+
+    def __init__(self, context: int, tokens: str) -> None:
+        self.tokens = tokens
+        super().__init__(
+            f"the prompt must be shorter than the model's context of {context} tokens, got {tokens}; "
+            "shorten it or use a model with a longer context"
+        )
+
+
 def as_list(prompt: Prompt) -> tuple[list[Prompt], bool]:
     """(prompts, whether a list of prompts was given). Tensors and arrays become lists."""
     prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -62,8 +78,9 @@ def encode(
         variables: further variables of the chat template, such as ``tools``.
 
     Raises:
-        SettingsError: the prompt is empty, too long or of another type, needs a tokenizer or chat template that is
-            missing, or has token ids outside the vocabulary.
+        PromptTooLong: the prompt fills the context; decided from its bytes, before tokenizing, where they suffice.
+        SettingsError: the prompt is empty or of another type, needs a tokenizer or chat template that is missing, or
+            has token ids outside the vocabulary.
     """
     # Token ids, by the type of the prompt.
     if isinstance(prompt, (bytes, bytearray)):
@@ -93,22 +110,15 @@ def encode(
             f"token ids must be between 0 and {vocabulary - 1}, got {outside}; is this the model's tokenizer?"
         )
     if context is not None and len(ids) >= context:
-        raise _too_long(context, str(len(ids)))
+        raise PromptTooLong(context, str(len(ids)))
     return ids
-
-
-def _too_long(context: int, given: str) -> SettingsError:
-    return SettingsError(
-        f"the prompt must be shorter than the model's context of {context} tokens, got {given}; "
-        "shorten it or use a model with a longer context"
-    )
 
 
 def _from_text(text: str, tokenizer: Any, context: int | None, **options: Any) -> list[int]:
     if context is not None and hasattr(tokenizer, "fewest_tokens"):
         fewest = tokenizer.fewest_tokens(text)
         if fewest >= context:
-            raise _too_long(context, f"at least {fewest}")
+            raise PromptTooLong(context, f"at least {fewest}")
     return list(tokenizer(text, **options).input_ids)
 
 
