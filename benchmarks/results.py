@@ -101,6 +101,7 @@ USED_BY = {
     "src/lookahead/learning/*": ("trained",),
     "src/lookahead/parallel/*": ("parallel",),
     "src/lookahead/hf/attention/*triton.py": (),
+    "src/lookahead/referee/*": (),
     "src/lookahead/testing.py": (),
     "src/lookahead/cli/serve.py": ("serve", *_STARTS),
     **dict.fromkeys(
@@ -118,7 +119,8 @@ USED_BY = {
                 "trace.html",
                 "train_head.py",
                 "tune.py",
-                "verify_exact.py",
+                "findings.py",
+                "verify_*.py",
             )
         ),
         _STARTS,

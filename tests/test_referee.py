@@ -13,6 +13,7 @@ from time import sleep
 import pytest
 
 import lookahead
+from lookahead.cli.findings import show
 from lookahead.referee import (
     BOUND,
     Completion,
@@ -155,6 +156,15 @@ def test_the_table_shows_both_tokens():
     assert code == 2
     assert "wrong: …'the quick' then plain ' brown', other ' red'" in out
     assert "1 wrong, of 1 prompts and 4 tokens: stub-model, with and without fields" in out
+
+
+def test_the_table_shows_p_only_if_sampled(capsys):
+    show([Finding("x", Verdict.ALIKE, 4, p=0.25), Finding("y", Verdict.EQUAL)])
+    header, one, two = capsys.readouterr().out.splitlines()
+    assert header.split()[-1] == "p"
+    assert (one.split(), two.split()) == (["x", "alike", "4", "0.25"], ["y", "equal"])
+    show([Finding("y", Verdict.EQUAL)])
+    assert capsys.readouterr().out.split()[-3:] == ["gap", "y", "equal"]
 
 
 def test_the_other_side_is_not_asked_for_log_probabilities():

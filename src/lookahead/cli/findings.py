@@ -22,20 +22,17 @@ COLOURS = {
 def show(findings: Sequence[Finding]) -> None:
     """Print the table, and both texts around each difference."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("prompt", "verdict", "tokens", "differs at", "gap", "p"):
+    sampled = any(finding.p is not None for finding in findings)
+    for name in ("prompt", "verdict", "tokens", "differs at", "gap", *(["p"] if sampled else [])):
         table.add_column(name, justify="left" if name in ("prompt", "verdict") else "right", no_wrap=True)
     for finding in findings:
         gap = "" if finding.gap is None else f"{'>= ' if finding.at_least else ''}{finding.gap:.3g}"
-        table.add_row(
-            Text(" ".join(finding.prompt.split())[:32]),
-            Text(finding.verdict, COLOURS[finding.verdict]),
-            *(
-                "" if number is None else str(number)
-                for number in (finding.new_tokens, finding.first_divergence)
-            ),
-            gap,
-            "" if finding.p is None else f"{finding.p:.2g}",
-        )
+        numbers = [finding.new_tokens, finding.first_divergence]
+        cells = ["" if number is None else str(number) for number in numbers] + [gap]
+        if sampled:
+            cells.append("" if finding.p is None else f"{finding.p:.2g}")
+        prompt = Text(" ".join(finding.prompt.split())[:32])
+        table.add_row(prompt, Text(finding.verdict, COLOURS[finding.verdict]), *cells)
     console = Console(highlight=False)
     console.print(table)
     for finding in findings:

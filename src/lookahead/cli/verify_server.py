@@ -99,8 +99,8 @@ def _print(asked: Asked, model: str, report: Report, compared: str, as_json: boo
     show(findings)
     if report.bound is None:
         typer.echo(
-            "alike: a permutation test of chi-square finds no difference of the distributions; a right server is "
-            f"called wrong with probability {ERROR_RATE:g}"
+            "texts that differ under one seed are judged by p, of a permutation test of chi-square on new samples; a "
+            f"right server is called wrong with a probability of at most {ERROR_RATE:g}"
         )
     else:
         noise = "not known" if report.noise is None else f"{report.noise:.2g}"

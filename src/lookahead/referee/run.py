@@ -14,7 +14,7 @@ from .judge import Finding, Verdict, judge, shown_prompt, spread
 #: Tokens of a sampled completion in the test of distributions.
 SAMPLED_TOKENS = 8
 
-#: Called after each completion.
+#: Called after each completion; ``bool`` does nothing.
 Done = Callable[[], object]
 
 
