@@ -1046,6 +1046,8 @@ def test_every_option_of_the_python_api_that_text_can_say_is_in_help_all():
                 offered = field.metadata["text"] and field.kw_only
                 if command != "generate" and field.name == "parallel_timeout":
                     continue
+                if command == "verify" and field.name == "rows":  # it has a flag of that name
+                    continue
                 assert (flag in text and field.metadata["help"] in text) == offered, flag
 
 

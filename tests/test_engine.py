@@ -873,7 +873,7 @@ def test_a_text_in_bf16_does_not_depend_on_what_was_decoded_before(family, seed)
 def test_a_drafter_is_read_once_for_load_and_for_each_call(llm):
     assert lookahead.LLM(llm.model).drafter == Adaptive()
     assert lookahead.LLM(llm.model, drafter="5,4,7").drafter == Lookahead(5, 4, 7)
-    refused("adaptive has no setting 'guess_set_size'", lookahead.LLM, llm.model, drafter="adaptive:5,4,7")
+    refused("adaptive has no setting 'window_size'", lookahead.LLM, llm.model, drafter="adaptive:5,4,7")
     refused("drafter must be", llm.generate, "x", drafter=7)
 
 

@@ -71,7 +71,9 @@ def _linear(base):
 def test_settings_that_transformers_reader_ignores(architecture, changes, tmp_path):
     write_gguf(tmp_path / "tiny.gguf", architecture, "F32", **changes)
     expected = logits(reference_model(tmp_path / "tiny.gguf"), PROMPT)
-    model = lookahead.load(tmp_path / "tiny.gguf", dtype="float32", device="cpu", attention="eager").model
+    model = lookahead.load(
+        tmp_path / "tiny.gguf", dtype="float32", device="cpu", attention="eager"
+    ).model.module
     assert torch.allclose(logits(model, PROMPT), expected, atol=1e-4 * float(expected.std()))
 
 

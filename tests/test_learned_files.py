@@ -31,6 +31,7 @@ from lookahead.learning.table_learner import Goal, Learner
 from lookahead.learning.text_parts import ANSWER, LOCK_FILE, OWN_ANSWER, REQUEST, Folder, Text
 from lookahead.learning.train_head import Training
 from lookahead.learning.train_settings import TrainSettings
+from lookahead.model import HeadParts
 
 HIDDEN = 32
 #: A model without a chat template.
@@ -322,8 +323,8 @@ def test_a_head_is_written_as_other_files_are(tmp_path, monkeypatch):
 
 
 def test_a_head_with_other_buckets_is_refused():
-    weight = SimpleNamespace(shape=(8, HIDDEN))
-    model = SimpleNamespace(get_output_embeddings=lambda: SimpleNamespace(weight=weight))
+    parts = HeadParts(8, HIDDEN, None, None)
+    model = SimpleNamespace(head_parts=lambda: parts, description="a model")
     for kinds, name in ((GREEDY_GUESSES - 1, "greedy"), (GREEDY_GUESSES, "sampled")):
         with pytest.raises(
             SettingsError, match=rf"kinds of {name} guesses, but it has {kinds}; .* train one with"

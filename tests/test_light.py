@@ -17,7 +17,7 @@ from toy import CHAT
 
 pytestmark = pytest.mark.light
 TYPES = ("Q4_K", "Q8_0", "F16", "BF16", "F32")
-HEAVY = ("torch", "transformers", "accelerate", "scipy", "matplotlib", "gguf")
+HEAVY = ("torch", "transformers", "accelerate", "matplotlib", "gguf")
 #: Runs a command line, then prints which of the modules above it has imported.
 RUN = """
 import sys

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.nn import Module
 
 from benchmarks import llamacpp_examples, results, rows
 from benchmarks import plots as plotting
@@ -46,6 +45,7 @@ from lookahead.bench import ModelUnderTest, RunOptions
 from lookahead.bench.report import plain_of
 from lookahead.core import Request, SettingsError, decode
 from lookahead.drafters import Lookahead, Plain
+from lookahead.hf.model import HFModel
 from lookahead.testing import FakeTarget, repetitive_text, tiny_model
 from test_bench_results import Words, clipped_texts
 from test_results import TWENTY
@@ -192,7 +192,7 @@ def test_spec_bench_and_mt_bench_are_other_prompts(tmp_path):
 
 def test_end_to_end_measures_the_papers_method_and_the_default_from_an_empty_state():
     """A model that transformers runs has its methods beside; the page of others has no column about them."""
-    for model, theirs in ((Module(), ["hf-greedy", "hf-prompt-lookup"]), (FakeTarget(32), [])):
+    for model, theirs in ((HFModel(tiny_model()), ["hf-greedy", "hf-prompt-lookup"]), (FakeTarget(32), [])):
         asked = []
         given = SimpleNamespace(
             model=SimpleNamespace(model=model),

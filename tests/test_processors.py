@@ -89,6 +89,8 @@ def differences(name, vocabulary, count, seed=0):
 #: In large vocabularies, torch's float32 sum of a softmax is off by up to 7e-5 (sums of many equal numbers round in
 #: one direction), so transformers keeps a few tokens more or fewer than the definition.
 ROUNDING = 1e-4
+#: The probability of a single token at the border, whose cumulative sum is within ``ROUNDING`` of p.
+BORDER = 1e-3
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -113,7 +115,7 @@ def test_they_keep_the_tokens_that_transformers_keeps(name):
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_they_keep_them_in_ten_thousand_rows(name, vocabulary, count, most):
     found = differences(name, vocabulary, count, seed=1)
-    assert found.max() < ROUNDING
+    assert found.max() < BORDER
     assert np.count_nonzero(found) <= (most if name in ("top_p", "typical_p") else 0)
 
 

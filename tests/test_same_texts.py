@@ -142,7 +142,7 @@ def prefers_even(ids, scores):
 def cases(name, greedy):
     """case -> (prompt, options). ``greedy`` is the greedy text; options of words take theirs from it."""
     llm = load(name)
-    ends = ends_often(2)  # the end token that all of these models declare
+    ends = ends_often(2 if 2 in llm.eos else min(llm.eos))  # files may name further end tokens
     words = [[greedy["tokens"][0][2]], greedy["tokens"][0][4:6]]
     text = greedy["text"][0]
     parts = [text[n : n + 2] for n in range(3, len(text) - 1)]

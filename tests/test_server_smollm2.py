@@ -84,7 +84,7 @@ def test_streams_are_plain_decoding_token_for_token(served, openai):
             steps = [
                 choice.model_extra["lookahead"] for choice in pieces if "lookahead" in choice.model_extra
             ]
-            return text, [token for step in steps for token in step["tokens"]], steps[-1]["stats"]
+            return text, [token for step in steps for token in step.get("tokens", ())], steps[-1]["stats"]
 
         kinds = [
             (kind, method) for kind in ("chat", "completion") for method in ("adaptive", "autoregressive")

@@ -107,7 +107,7 @@ def test_adaptive_says_where_rows_come_from(llm, tmp_path):
         estimates = record["probabilities"]
         assert estimates[0] == 1
         assert all(
-            estimates[parent] >= p > 0
+            estimates[parent] >= p >= 0  # a trace has four decimals
             for p, parent in zip(estimates[1:], record["parents"][1:], strict=False)
         )
         assert all(

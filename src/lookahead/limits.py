@@ -6,9 +6,10 @@ This module does not import torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .equivalence import Equivalence
+if TYPE_CHECKING:
+    from .equivalence import Equivalence  # imports numpy
 
 #: The position limit of a model without one; longer than any sequence.
 NO_LIMIT = 1 << 30
