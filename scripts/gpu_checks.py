@@ -890,7 +890,7 @@ def as_rank(machine: Machine) -> None:
     """One process of ``check_ranks``."""
     from lookahead import parallel
     from lookahead.equivalence import differ
-    from lookahead.hf.paths import make_target, probe
+    from lookahead.hf.model import HFModel
     from lookahead.testing import assert_same_as_autoregressive, tiny_model
 
     device = "cpu" if machine.tiny else parallel.local_device()
@@ -898,9 +898,9 @@ def as_rank(machine: Machine) -> None:
     if connections.rank == 0:
         print(f"RANKS rows of logits travel by = {connections.backend}")
     _sending(machine, connections, device)
-    model = tiny_model("llama", initializer_range=0.1).to(device)
-    rounding = partial(differ, probe(model).equivalence)
-    ranks = parallel.join(lambda: make_target(model), connections, model, rounding)
+    model = HFModel(tiny_model("llama", initializer_range=0.1).to(device))
+    rounding = partial(differ, model.probe.equivalence)
+    ranks = parallel.join(model.make_target, connections, model, rounding)
     prompts = [[5, 9, 14, 5, 9, 14, 5, 9], [7, 8, 9, 10, 7, 8, 9]]
     target = parallel.ParallelTarget(ranks)
     assert_same_as_autoregressive(target, prompts, "15,5,15", 60)

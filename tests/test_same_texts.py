@@ -428,7 +428,16 @@ def row_scores(row):
 def test_processors_keep_the_tokens_that_transformers_keeps(name):
     rows = kept("processors")["rows"]
     for number, row in enumerate(rows):
-        tokens, total = outcome(processed(PROCESSORS[name], row["ids"], row_scores(row), EOS))
+        scores = row_scores(row)
+        tokens, total = outcome(processed(PROCESSORS[name], row["ids"], scores, EOS))
+        if (
+            name == "top_p" and tokens != row[name][0]
+        ):  # torch's sort does not define the order of equal scores
+            sides = [
+                [s for k, s in enumerate(scores) if int(bits, 16) >> k & 1] for bits in (tokens, row[name][0])
+            ]
+            assert sorted(sides[0]) == sorted(sides[1]), number
+            continue
         assert tokens == row[name][0], number
         assert total == pytest.approx(row[name][1], rel=1e-5, abs=1e-4), number
 
