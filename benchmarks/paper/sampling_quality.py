@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch.nn import Module
-
 from lookahead.bench.methods import PLAIN, Drafted, ModelUnderTest, RunOptions, load_model, make_methods
 from lookahead.bench.record import Record, was_busy
 from lookahead.bench.report import figures, number, plain_of
 from lookahead.bench.workloads import Prompt
 from lookahead.core import SettingsError
+from lookahead.hf.model import HFModel
 
 from ..datasets import find_file, load_workload
 from ..plots import COLOURS, label, new_figure
@@ -284,7 +283,7 @@ def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
         options = replace(study.options, temperature=temperature, repeats=1, warm=False)
         records += study.run([METHOD], prompts, options)
     tested = study.model
-    if not isinstance(tested.model, Module):
+    if not isinstance(tested.model, HFModel):
         tested = load_model(study.model_path, dtype="float32")
     return with_rouge(records), {"joint_distribution": measure_joint(tested, prompts, study.progress)}
 
