@@ -189,7 +189,7 @@ def describe(record: Mapping[str, Any], *others: Mapping[str, Any]) -> str:
     parts = [
         describe_machine(record["machine"]),
         f"{threads} thread{'s' if threads > 1 else ''}",
-        *(f"{name} {record[name]}" for name in ("torch", "transformers", "commit")),
+        *(f"{name} {record[name]}" for name in ("torch", "transformers", "commit") if record[name]),
         f"{record['model']} in {' and '.join(dict.fromkeys(forms))}",
     ]
     return ", ".join(parts)
