@@ -103,7 +103,7 @@ def measure_texts(llm: LLM, settings: dict[str, Any]) -> dict[str, Any]:
         "first_differences": divergences,
         "tokens": sum(len(x.tokens) for x in plain),
         "compression": sum(x.stats.compression_ratio for x in drafted) / len(drafted),
-        "promise": drafted[0].stats.promise,
+        "guarantee": drafted[0].stats.guarantee,
     }
 
 

@@ -203,7 +203,7 @@ def check_certificate(machine: Machine) -> None:
     """Which paths are available for each model, and why. Without captured passes, the other checks mean little."""
     from lookahead.core import SettingsError
     from lookahead.hf.paths import make_target
-    from lookahead.testing import tiny_model
+    from lookahead.hf.testing import tiny_model
 
     captured = {"path": "cuda-graph"}
     models = {
@@ -891,7 +891,8 @@ def as_rank(machine: Machine) -> None:
     from lookahead import parallel
     from lookahead.equivalence import differ
     from lookahead.hf.model import HFModel
-    from lookahead.testing import assert_same_as_autoregressive, tiny_model
+    from lookahead.hf.testing import tiny_model
+    from lookahead.testing import assert_same_as_autoregressive
 
     device = "cpu" if machine.tiny else parallel.local_device()
     connections = parallel.start(40, device)

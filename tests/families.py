@@ -1,6 +1,6 @@
 """Tiny random models of many families, with the only table of what each needs beyond the common sizes."""
 
-from lookahead import testing
+from lookahead.hf import testing
 
 EAGER = {"attn_implementation": "eager"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -69,6 +69,6 @@ NO_TREES = ("bloom", "mpt", "falcon-alibi", "mamba", "lfm2")
 
 
 def tiny_model(family="llama", seed=0, **overrides):
-    """``lookahead.testing.tiny_model`` for a family in ``FAMILIES``."""
+    """``lookahead.hf.testing.tiny_model`` for a family in ``FAMILIES``."""
     model_type, special = TABLE[family]
     return testing.tiny_model(model_type, seed, **{**special, **overrides})

@@ -11,10 +11,10 @@ from time import monotonic, sleep
 import httpx
 import uvicorn
 
+from lookahead.hf.testing import tiny_model
 from lookahead.server.app import create_app
 from lookahead.server.connections import http_config
 from lookahead.server.settings import Settings
-from lookahead.testing import tiny_model
 from processes import Command
 from toy import VOCABULARY, tokenizer
 

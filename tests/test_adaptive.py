@@ -23,9 +23,10 @@ from lookahead.drafters.adaptive.sources import SOURCES as ALL
 from lookahead.drafters.adaptive.sources.suffix import Corpus, SuffixTrie, child, end_of, follow, match
 from lookahead.drafters.adaptive.state import AdaptiveState
 from lookahead.hf.paths import make_target
+from lookahead.hf.testing import tiny_model
 from lookahead.sampling.choose import Chooser
 from lookahead.sampling.noise import SeededNoise
-from lookahead.testing import FakeTarget, repetitive_text, run, tiny_model
+from lookahead.testing import FakeTarget, repetitive_text, run
 
 PROMPTS = [[1, 2, 3] * 5, [4], [3, 1, 4, 1, 5, 2, 6, 5, 3, 5]]
 CONFIGS = [

@@ -302,9 +302,9 @@ def test_the_comparison_finds_a_wrong_text(own_table, accept_a_wrong_node):
 
 def test_sampled_texts_with_a_table_are_those_of_plain_decoding(own_table):
     from lookahead.hf.paths import make_target
+    from lookahead.hf.testing import tiny_model
     from lookahead.sampling.choose import Chooser
     from lookahead.sampling.noise import SeededNoise
-    from lookahead.testing import tiny_model
 
     model = tiny_model(vocab_size=32)
     tokens = []

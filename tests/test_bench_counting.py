@@ -34,8 +34,9 @@ from lookahead.core import SettingsError, Stats
 from lookahead.drafters import METHODS
 from lookahead.drafters.adaptive.base_files import learned_file
 from lookahead.hf.model import HFModel
+from lookahead.hf.testing import tiny_model
 from lookahead.llamacpp.model import LlamaCppModel
-from lookahead.testing import FakeTarget, tiny_model
+from lookahead.testing import FakeTarget
 
 CYCLE = list(range(16))
 

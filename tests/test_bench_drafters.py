@@ -28,8 +28,9 @@ from lookahead.bench.workloads import Prompt
 from lookahead.core import Drafter
 from lookahead.drafters import Plain, PromptLookup
 from lookahead.drafters.adaptive.sources.head_file import HeadWeights
+from lookahead.hf.testing import tiny_model
 from lookahead.learning.text_parts import TOP, Folder, Text
-from lookahead.testing import FakeModel, tiny_model
+from lookahead.testing import FakeModel
 from test_light_head import weights
 
 PROMPTS = ([5, 6, 7], [9, 1, 44, 9, 1])

@@ -12,7 +12,8 @@ from gguf_files import write_gguf
 from lookahead import LLM
 from lookahead.bench import ModelUnderTest, Records, RunOptions, run, step_cost, summarise
 from lookahead.cli import app
-from lookahead.testing import FakeTarget, tiny_model
+from lookahead.hf.testing import tiny_model
+from lookahead.testing import FakeTarget
 
 matplotlib = pytest.importorskip("matplotlib")
 METHODS = ["prompt-lookup", "lookahead:2,3,2", "lookahead:4,3,4", "lookahead:4,5,4", "jacobi"]

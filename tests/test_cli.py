@@ -706,7 +706,7 @@ def test_verify_finds_a_wrong_token(model, accept_a_wrong_node, dtype, reference
     this much."""
     words = ("--prompt", PROMPT, "--dtype", dtype, "--reference", reference, "--json")
     code, out, _ = call("verify", model, *words)
-    assert json.loads(out)["promise"] == BIT_EQUAL
+    assert json.loads(out)["guarantee"] == BIT_EQUAL
     (run,) = json.loads(out)["prompts"]
     assert code == status
     assert run["equal"] is False

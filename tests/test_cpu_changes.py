@@ -11,7 +11,7 @@ import torch
 
 import lookahead
 from lookahead.hf.paths import make_target
-from lookahead.testing import tiny_model
+from lookahead.hf.testing import tiny_model
 from test_cpu_target import prompt, tiny
 
 

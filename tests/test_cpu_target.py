@@ -30,8 +30,9 @@ from lookahead.hf import module_families
 from lookahead.hf.facts import ModelFacts
 from lookahead.hf.module_families import REGISTRY, Spec, register, spec_of
 from lookahead.hf.paths import make_target
+from lookahead.hf.testing import tiny_model
 from lookahead.sampling.top import top_of_rows
-from lookahead.testing import assert_same_as_autoregressive, run, tiny_model
+from lookahead.testing import assert_same_as_autoregressive, run
 
 VOCABULARY = 97
 #: Bases that differ within a few tokens.
@@ -518,7 +519,7 @@ import gzip, json, warnings
 import lookahead
 import test_adaptive_golden as golden
 from lookahead.drafters.adaptive.grow import grow
-from lookahead.testing import tiny_model
+from lookahead.hf.testing import tiny_model
 llm = lookahead.LLM(tiny_model("llama", seed=1))
 target = llm.target()
 print(target.path, target.reason)

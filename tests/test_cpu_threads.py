@@ -18,7 +18,7 @@ from lookahead import threads as module
 from lookahead.core import TokenTree
 from lookahead.cpu.target import BufferPool, PassLogits, buffers
 from lookahead.hf.paths import make_target
-from lookahead.testing import tiny_model
+from lookahead.hf.testing import tiny_model
 from lookahead.threads import one_thread, thread_count
 from processes import result_of
 from test_cpu_target import branched, prompt, tiny

@@ -215,7 +215,7 @@ def test_the_option_exact_works_on_every_surface():
     ]
     assert [one.tokens for one in drafted] == [one.tokens for one in plain]
     assert {one.stats.path for one in drafted} == {"exact"}
-    assert drafted[0].stats.promise == "bit-equal, as checked at load"
+    assert drafted[0].stats.guarantee == "bit-equal, as checked at load"
     ids, stats = torch.tensor(PROMPTS[:1]), []
     options = {"max_new_tokens": 30, "custom_generate": lookahead.generate, "exact": True, "stats": stats}
     ours = model.generate(ids, **options)

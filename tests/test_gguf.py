@@ -11,7 +11,7 @@ import lookahead
 from lookahead.core import SettingsError
 from lookahead.cpu.model import PackedModel
 from lookahead.hf import gguf_decoded as ours
-from lookahead.testing import tiny_model
+from lookahead.hf.testing import tiny_model
 from toy import CHAT, VOCABULARY, tokenizer
 
 KIND = gguf.GGMLQuantizationType

@@ -36,10 +36,11 @@ from lookahead.hf.exact_mode import ExactTarget
 from lookahead.hf.model import HFModel
 from lookahead.hf.quantize import quantize_model
 from lookahead.hf.target import PlainTarget, TransformersTarget
+from lookahead.hf.testing import tiny_model
 from lookahead.llamacpp.model import LlamaCppModel
 from lookahead.llamacpp.target import LlamaCppTarget
 from lookahead.model import Shape
-from lookahead.testing import FakeTarget, run, tiny_model
+from lookahead.testing import FakeTarget, run
 from lookahead.threads import thread_count
 from test_cli import refused
 

@@ -285,7 +285,7 @@ def test_the_check_refuses_a_target_that_keeps_wrong_rows(loaded, monkeypatch):
 
 
 def test_verify_reports_what_was_compared(loaded, files):
-    assert LlamaCppTarget.promise == "equal up to rounding"
+    assert LlamaCppTarget.guarantee == "equal up to rounding"
     command = [
         "verify",
         str(files()),
@@ -310,7 +310,7 @@ def test_verify_reports_what_was_compared(loaded, files):
     found = CliRunner().invoke(app, command)
     assert found.exit_code == 0, found.output
     report = json.loads(found.stdout)
-    assert (report["path"], report["promise"]) == ("llama.cpp", "equal up to rounding")
+    assert (report["path"], report["guarantee"]) == ("llama.cpp", "equal up to rounding")
     assert (report["equal"], report["runs"]) == (1, 1)
 
 

@@ -10,10 +10,10 @@ import lookahead
 from lookahead.core import OutOfMemory, SettingsError
 from lookahead.hf.load import Checkpoint, check_causal
 from lookahead.hf.model import HFModel
+from lookahead.hf.testing import tiny_model
 from lookahead.limits import Probe
 from lookahead.loading import _quantized
 from lookahead.options import LoadOptions
-from lookahead.testing import tiny_model
 
 
 def refused(words, call, *arguments):

@@ -9,7 +9,7 @@ import torch
 import lookahead
 from lookahead.core import SettingsError
 from lookahead.hf.paths import make_target
-from lookahead.testing import tiny_model
+from lookahead.hf.testing import tiny_model
 
 pytestmark = [
     # Compiled passes do not support unmerged adapters.

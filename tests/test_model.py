@@ -10,7 +10,8 @@ import lookahead
 from lookahead.core import SettingsError
 from lookahead.drafters import Plain
 from lookahead.hf.model import HFModel
-from lookahead.testing import FakeModel, tiny_model
+from lookahead.hf.testing import tiny_model
+from lookahead.testing import FakeModel
 
 
 def test_an_llm_needs_no_more_than_the_interface():

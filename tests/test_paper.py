@@ -46,7 +46,8 @@ from lookahead.bench.report import plain_of
 from lookahead.core import Request, SettingsError, decode
 from lookahead.drafters import Lookahead, Plain
 from lookahead.hf.model import HFModel
-from lookahead.testing import FakeTarget, repetitive_text, tiny_model
+from lookahead.hf.testing import tiny_model
+from lookahead.testing import FakeTarget, repetitive_text
 from test_bench_results import Words, clipped_texts
 from test_results import TWENTY
 

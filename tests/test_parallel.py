@@ -403,7 +403,7 @@ def nan_rank(rank):
 
 def unequal_rank(rank, what, files=()):
     from lookahead.hf.model import HFModel
-    from lookahead.testing import tiny_model
+    from lookahead.hf.testing import tiny_model
 
     if what == "vocabulary":
         return join_ranks(lambda: FakeTarget(vocabulary=33 if rank == 1 else 32))
@@ -684,7 +684,7 @@ def split_by_tensors(rank, folder):
 
 
 def test_tensor_parallelism_is_refused_by_name(tmp_path):
-    from lookahead.testing import tiny_model
+    from lookahead.hf.testing import tiny_model
 
     tiny_model("llama").save_pretrained(tmp_path)
     for what, text, _ in launch(2, split_by_tensors, str(tmp_path)):

@@ -18,7 +18,7 @@ import torch
 
 import lookahead
 from lookahead.drafters import Adaptive
-from lookahead.testing import tiny_model
+from lookahead.hf.testing import tiny_model
 
 pytestmark = pytest.mark.slow
 

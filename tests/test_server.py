@@ -21,10 +21,10 @@ from lookahead.core import SettingsError
 from lookahead.core.verify import as_choose
 from lookahead.drafters import PromptLookup, names
 from lookahead.drafters.prompt_lookup import PromptLookupDraftState
+from lookahead.hf.testing import tiny_model
 from lookahead.server.grammar import Grammars
 from lookahead.server.protocol import ChatRequest
 from lookahead.server.tools import demanded
-from lookahead.testing import tiny_model
 from serving import Served, serving
 from toy import VOCABULARY, save
 

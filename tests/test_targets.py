@@ -488,6 +488,6 @@ def test_other_errors_of_the_model_are_not_mistaken_for_memory(monkeypatch):
 
 def test_every_path_of_a_target_has_its_promise():
     kinds = [CpuTarget, CudaGraphTarget, ExactTarget, BatchRowsTarget, TransformersTarget, PlainTarget]
-    promised = {kind.path: kind.promise.startswith("bit-equal") for kind in kinds}
-    assert promised == {path.name: path.bit_equal for path in PATHS}
-    assert {kind.promise for kind in (*kinds, LlamaCppTarget)} == {BIT_EQUAL, CHECKED, UP_TO_ROUNDING}
+    guaranteed = {kind.path: kind.guarantee.startswith("bit-equal") for kind in kinds}
+    assert guaranteed == {path.name: path.bit_equal for path in PATHS}
+    assert {kind.guarantee for kind in (*kinds, LlamaCppTarget)} == {BIT_EQUAL, CHECKED, UP_TO_ROUNDING}

@@ -24,6 +24,7 @@ from lookahead.drafters.adaptive.sources.head_file import HeadWeights, load_head
 from lookahead.hf.model import HFModel
 from lookahead.hf.paths import make_target
 from lookahead.hf.target import TransformersTarget
+from lookahead.hf.testing import tiny_model
 from lookahead.learning import hidden_states, self_text
 from lookahead.learning.head_data import Positions
 from lookahead.learning.head_learner import HeadLearner
@@ -32,7 +33,7 @@ from lookahead.learning.table import MOST_TRIALS
 from lookahead.learning.text_parts import Folder
 from lookahead.learning.train_head import Training
 from lookahead.learning.train_settings import TrainSettings
-from lookahead.testing import FakeTarget, tiny_model
+from lookahead.testing import FakeTarget
 from serving import serving
 from test_cli import call, refused
 

@@ -4,7 +4,7 @@ import functools
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lookahead.testing import tiny_model
+from lookahead.hf.testing import tiny_model
 
 VOCABULARY = 320
 TEXT = ["def add(a, b):\n    return a + b\n", "the quick brown fox", "für 東京 🙂 naïve"] * 3

@@ -425,8 +425,6 @@ def _start_ranks(chosen: LoadOptions) -> tuple[Any, str]:
             raise SettingsError(f"parallel_timeout needs parallel='lookahead', got {timeout!r} without it")
         return None, find_device(chosen.device)
     require_transformers(f"parallel={chosen.parallel!r}")
-    import torch
-
     from .parallel import TIMEOUT, local_device, start
 
     own = local_device(chosen.device)
@@ -439,7 +437,7 @@ def _start_ranks(chosen: LoadOptions) -> tuple[Any, str]:
             f"{error}; {own} is this process's own GPU, by its LOCAL_RANK: start fewer processes, or give "
             "device='cpu'"
         ) from None
-    return start(timeout=timeout if timeout is not None else TIMEOUT, device=torch.device(device)), device
+    return start(timeout=timeout if timeout is not None else TIMEOUT, device=device), device
 
 
 def dismiss_ranks(chosen: LoadOptions) -> None:

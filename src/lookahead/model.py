@@ -104,7 +104,7 @@ class Model(ABC):
 
         Args:
             path: the name of a path, or "auto" for the best one that works.
-            exact: allow only paths on which drafting changes no bit of the logits (``Target.promise``).
+            exact: allow only paths on which drafting changes no bit of the logits (``Target.guarantee``).
 
         Raises:
             SettingsError: the path is not available for this model, or the model has no exact path.

@@ -1,7 +1,7 @@
-"""Test helpers for this library and for code that uses it: fakes, tiny models, an assertion.
+"""Test helpers for this library and for code that uses it: fakes, and an assertion.
 
-``FakeTarget`` implements the whole target protocol in plain Python, and ``FakeModel`` makes such targets. Only
-``tiny_model`` imports torch.
+``FakeTarget`` implements the whole target protocol in plain Python, and ``FakeModel`` makes such targets.
+Tiny models of transformers come from ``lookahead.hf.testing``.
 """
 
 from __future__ import annotations
@@ -69,35 +69,6 @@ class FakeModel(Model):
 
     def checksum(self, samples: int | None = None) -> int:
         return 0
-
-
-def tiny_model(model_type: str = "llama", seed: int = 0, **overrides: Any) -> Any:
-    """A small random model in fp32 on the CPU, in evaluation mode (vocabulary 96, 2 layers).
-
-    Args:
-        model_type: the family's name in transformers.
-        seed: seed of the random weights.
-        **overrides: fields of the config, or ``attn_implementation``.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    tokens = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-    }
-    known = AutoConfig.for_model(model_type, **tokens)
-    fields = {name: value for name, value in sizes.items() if hasattr(known, name)} | tokens
-    attention = overrides.pop("attn_implementation", None)
-    config = AutoConfig.for_model(model_type, **{**fields, "initializer_range": 0.2, **overrides})
-    torch.manual_seed(seed)
-    factory: Any = AutoModelForCausalLM
-    return factory.from_config(config, attn_implementation=attention).eval()
 
 
 def run(target: Any, requests: abc.Sequence[Request]) -> list[Sequence]:

@@ -76,24 +76,7 @@ def reference_tokens(llm: LLM, prompt: Sequence[int], max_new_tokens: int) -> li
             f"--reference generate needs a transformers model, got {llm.model.description}; load it with "
             "--dtype float32 and without --engine, or use --reference plain"
         )
-    import torch
-    from transformers import GenerationConfig
+    from ..hf.model import generate_greedily
 
-    eos = sorted(llm.eos)
-    ids = torch.tensor([prompt], device=llm.model.device)
-    settings = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=min(max_new_tokens, (llm.context or sys.maxsize) - len(prompt)),
-        eos_token_id=eos or None,
-        pad_token_id=eos[0] if eos else 0,
-    )
-    # transformers fills unset options, such as penalties, from the checkpoint's generation config.
-    own = module.generation_config
-    module.generation_config = settings
-    try:
-        with torch.no_grad():
-            output = module.generate(ids, attention_mask=torch.ones_like(ids))
-    finally:
-        module.generation_config = own
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
+    room = (llm.context or sys.maxsize) - len(prompt)
+    return generate_greedily(module, prompt, min(max_new_tokens, room), sorted(llm.eos))

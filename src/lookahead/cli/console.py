@@ -165,5 +165,5 @@ def diverged(llm: LLM, equal: Sequence[bool], same_path: bool = True) -> int:
     """
     if all(equal):
         return 0
-    promised = same_path and llm.target().promise in (BIT_EQUAL, CHECKED)
-    return int(promised or not llm.model.probe.half)
+    guaranteed = same_path and llm.target().guarantee in (BIT_EQUAL, CHECKED)
+    return int(guaranteed or not llm.model.probe.half)

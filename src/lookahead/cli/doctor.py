@@ -152,7 +152,7 @@ def _model(llm: LLM) -> dict[str, Any]:
         "probe_reason": llm.model.probe.reason,
         "path": target.path,
         "path_reason": target.reason,
-        "promise": target.promise,
+        "guarantee": target.guarantee,
         "drafters": list(DRAFTERS),
         "base_table": _base_table(llm),
     }

@@ -204,11 +204,11 @@ def _verify_model(
     # Compare completions, then single rows bit by bit.
     llm = load_model(load, drafter)
     target = llm.target()
-    promised = reference == "plain" and target.promise in (BIT_EQUAL, CHECKED)
+    guaranteed = reference == "plain" and target.guarantee in (BIT_EQUAL, CHECKED)
     allowed = BOUND if llm.model.probe.half else ACCURATE_BOUND
     if bound is not None:
         allowed = bound
-    runs = [_compare(llm, text, reference, options, None if promised else allowed) for text in prompts]
+    runs = [_compare(llm, text, reference, options, None if guaranteed else allowed) for text in prompts]
     findings = [finding for finding, _ in runs]
     from ..equivalence import bit_equal_rows
 
@@ -222,9 +222,9 @@ def _verify_model(
         "reference": reference,
         "probe": llm.model.probe.mode,
         "path": target.path,
-        "promise": target.promise,
+        "guarantee": target.guarantee,
         "bit_equal_rows": [same, rows],
-        "bound": 0.0 if promised else allowed,
+        "bound": 0.0 if guaranteed else allowed,
         "equal": sum(finding.verdict is Verdict.EQUAL for finding in findings),
         "runs": len(runs),
         "tokens": sum(finding.new_tokens or 0 for finding in findings),
@@ -294,7 +294,7 @@ def _show(findings: list[Finding], report: dict[str, Any]) -> None:
     same, rows = report["bit_equal_rows"]
     typer.echo(
         f"{same} of {rows} rows of a tree are bit-identical to single-row steps: {report['path']} path"
-        + (f", {report['promise']}" if report["promise"] else "")
+        + (f", {report['guarantee']}" if report["guarantee"] else "")
     )
     reference = "plain decoding" if report["reference"] == "plain" else "model.generate"
     typer.echo(

@@ -30,7 +30,7 @@ def verify_rows(llm: LLM, as_json: bool) -> int:
     else:
         _show(found)
         typer.echo(f"values of logits that differ in any bit from single rows: {llm.name}, {llm.dtype}")
-    return 2 * any(path["promised"] and path["from_rows"] for path in found)
+    return 2 * any(path["guaranteed"] and path["from_rows"] for path in found)
 
 
 def _paths(llm: LLM) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ def _compare(llm: LLM, name: str) -> dict[str, Any] | None:
         differ, vocabulary = values_that_differ(target, COUNTS)
     return {
         "path": target.path,
-        "promised": target.promise in (BIT_EQUAL, CHECKED),
+        "guaranteed": target.guarantee in (BIT_EQUAL, CHECKED),
         "values_of_a_row": vocabulary,
         "differ": differ,
         "from_rows": next((rows for rows, count in differ.items() if count), None),

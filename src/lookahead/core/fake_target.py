@@ -77,7 +77,7 @@ class FakeTarget(Target):
     """
 
     path = "fake"
-    promise = ""
+    guarantee = ""
     reason = "a function of the prefix"
 
     def __init__(

@@ -282,7 +282,7 @@ class Engine:
                 drafter = self._prepare(sequence.request.drafter, self.target)
                 sequence.request = replace(sequence.request, drafter=drafter)
                 sequence.stats.path = self.target.path
-                sequence.stats.promise = self.target.promise
+                sequence.stats.guarantee = self.target.guarantee
                 self._prefilling.append(sequence)
             if sequence.finish_reason is not None:
                 yield self._update(sequence)

@@ -28,7 +28,7 @@ class PrefixTarget(Target):
     """
 
     path: str
-    promise: str
+    guarantee: str
     reason: str
     vocabulary: int
 

@@ -27,7 +27,7 @@ class Stats:
         seconds: wall-clock time by phase. Sequences that share a forward pass each count its full time.
         drafter: statistics of the drafting method.
         path: how the target evaluates steps (``Target.path``); "" if unnamed.
-        promise: how this sequence compares with plain decoding on the same path; "" if unknown.
+        guarantee: how this sequence compares with plain decoding on the same path; "" if unknown.
     """
 
     prompt_tokens: int = 0
@@ -41,7 +41,7 @@ class Stats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     drafter: dict[str, float] = field(default_factory=dict)
     path: str = ""
-    promise: str = ""
+    guarantee: str = ""
 
     def count_step(self, rows: int, drafted: int, emitted: int) -> None:
         """Count one step: evaluated rows, rows that could have been accepted, emitted tokens (accepted plus one)."""

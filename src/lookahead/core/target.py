@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from .errors import NumericalError
 from .tree import TokenTree
 
-#: A target's promise: how a sequence decoded with drafts compares with plain decoding on the same target.
+#: A target's guarantee: how a sequence decoded with drafts compares with plain decoding on the same target.
 BIT_EQUAL = "bit-equal by construction"
 CHECKED = "bit-equal, as checked at load"
 #: Rounding depends on the number of rows in a step, so a near tie may be resolved differently.
@@ -75,7 +75,7 @@ class Target(Protocol):
 
     Attributes:
         path: how steps are evaluated, as in ``hf.paths``; "" for targets without a model.
-        promise: how a sequence compares with plain decoding: one of the constants above, or "" if unknown.
+        guarantee: how a sequence compares with plain decoding: one of the constants above, or "" if unknown.
         reason: why this path was chosen, in one line.
         vocabulary: V.
         captures: whether steps are padded to a few sizes, and the second step of each size is captured. Only later
@@ -91,7 +91,7 @@ class Target(Protocol):
     """
 
     path: str
-    promise: str
+    guarantee: str
     reason: str
     vocabulary: int
     captures: bool = False
@@ -158,7 +158,7 @@ def adopt_properties(target: Target, inner: Target) -> None:
     ``keeps_prefixes`` is not among them, because the target itself must implement ``reuse``.
     """
     target.path = inner.path
-    target.promise = inner.promise
+    target.guarantee = inner.guarantee
     target.reason = inner.reason
     target.vocabulary = inner.vocabulary
     target.captures = inner.captures

@@ -163,7 +163,7 @@ class CpuTarget(StoredTarget):
     """
 
     path = "cpu"
-    promise = BIT_EQUAL
+    guarantee = BIT_EQUAL
     gives_hidden = True
     runs_compiled = True
     cache: KVCache

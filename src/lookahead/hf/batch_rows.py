@@ -79,7 +79,7 @@ class BatchRowsTarget(PlainTarget):
     """
 
     path = "batch-rows"
-    promise = UP_TO_ROUNDING
+    guarantee = UP_TO_ROUNDING
 
     def __init__(self, model: PreTrainedModel, reason: str = "") -> None:
         super().__init__(model, reason)

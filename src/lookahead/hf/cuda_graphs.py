@@ -212,7 +212,7 @@ class CudaGraphTarget(GraphTarget):
     """``TransformersTarget`` with captured passes and the tree attention; logits are equal up to rounding."""
 
     path = "cuda-graph"
-    promise = UP_TO_ROUNDING
+    guarantee = UP_TO_ROUNDING
     captures = True
 
     @property

@@ -61,7 +61,7 @@ class ExactTarget(GraphTarget):
     """
 
     path = "exact"
-    promise = CHECKED
+    guarantee = CHECKED
     gives_hidden = False
 
     def __init__(

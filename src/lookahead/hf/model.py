@@ -185,3 +185,29 @@ def config_key(config: Any) -> str:
     if quantization is not None:
         sizes["quantization_config"] = dict(quantization)
     return json.dumps(sizes, sort_keys=True, default=str)
+
+
+def generate_greedily(
+    module: Any, prompt: Sequence[int], max_new_tokens: int, eos: Sequence[int]
+) -> list[int]:
+    """The greedy completion of transformers' own ``model.generate``, as an independent reference."""
+    import torch
+    from transformers import GenerationConfig
+
+    ids = torch.tensor([prompt], device=module.device)
+    settings = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(eos) or None,
+        pad_token_id=eos[0] if eos else 0,
+    )
+    # transformers fills unset options, such as penalties, from the checkpoint's generation config.
+    own = module.generation_config
+    module.generation_config = settings
+    try:
+        with torch.no_grad():
+            output = module.generate(ids, attention_mask=torch.ones_like(ids))
+    finally:
+        module.generation_config = own
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens

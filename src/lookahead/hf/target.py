@@ -92,7 +92,7 @@ class TransformersTarget(StoredTarget):
     """
 
     path = "transformers"
-    promise = UP_TO_ROUNDING
+    guarantee = UP_TO_ROUNDING
     gives_hidden = True
     shares_module = True
     cache: TreeCache
@@ -227,7 +227,7 @@ class PlainTarget(Target):
     """
 
     path = "plain"
-    promise = BIT_EQUAL
+    guarantee = BIT_EQUAL
     shares_module = True
 
     def __init__(self, model: PreTrainedModel, reason: str = "") -> None:

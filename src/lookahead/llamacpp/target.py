@@ -63,7 +63,7 @@ class LlamaCppTarget(Target):
     """
 
     path = "llama.cpp"
-    promise = UP_TO_ROUNDING
+    guarantee = UP_TO_ROUNDING
 
     def __init__(self, contexts: Contexts, reason: str = "") -> None:
         self.reason = reason

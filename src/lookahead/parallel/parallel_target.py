@@ -136,7 +136,7 @@ class ParallelTarget(Target):
     """
 
     path: str
-    promise: str
+    guarantee: str
     reason: str
     vocabulary: int
 
