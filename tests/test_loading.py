@@ -11,8 +11,8 @@ from lookahead.core import OutOfMemory, SettingsError
 from lookahead.hf.load import Checkpoint, check_causal
 from lookahead.hf.model import HFModel
 from lookahead.hf.testing import tiny_model
-from lookahead.limits import Probe
 from lookahead.loading import _quantized
+from lookahead.model import Probe
 from lookahead.options import LoadOptions
 
 

@@ -24,12 +24,11 @@ from .hf.device import INSTALL, find_device, require_transformers
 from .hf.load import Checkpoint, dtype_name
 from .hf.model import HFModel
 from .hf.paths import limit_graphs, warn_about_shortfall
-from .limits import GRAPH_MEMORY
 from .llamacpp.load import check_options
 from .llm import LLM
 from .model import Model
 from .option import refuse_unknown
-from .options import LoadOptions
+from .options import GRAPH_MEMORY, LoadOptions
 from .text.tokenizer import GGUFTokenizer, build_tokenizer
 from .threads import set_thread_count
 

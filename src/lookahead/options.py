@@ -19,7 +19,6 @@ from typing import Any, ClassVar, TypedDict
 
 from .core import Drafter, SettingsError
 from .drafters import as_drafter, known_names
-from .limits import GRAPH_MEMORY
 from .option import (
     CALLABLES,
     COUNT,
@@ -41,6 +40,8 @@ from .option import (
     option,
 )
 
+#: The share of a device's memory that the captured passes of a model may use (``hf.graph_store``).
+GRAPH_MEMORY = 0.1
 #: A logits processor: (ids (1, L), scores (1, V)) -> scores (1, V).
 Process = Callable[[Any, Any], Any]
 

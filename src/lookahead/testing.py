@@ -23,8 +23,7 @@ from .core import (
 from .core.fake_target import FakeTarget as FakeTarget
 from .core.fake_target import repetitive_text as repetitive_text
 from .drafters import Plain, as_drafter
-from .limits import Probe
-from .model import Model, Shape, path_error
+from .model import Model, Probe, Shape, path_error
 
 
 class FakeModel(Model):

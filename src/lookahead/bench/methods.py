@@ -21,10 +21,9 @@ from ..drafters import Adaptive, Lookahead, NGramPool, Plain, as_drafter
 from ..drafters.checks import all_settings
 from ..drafters.names import METHODS
 from ..drafters.prepare import Preparation
-from ..limits import NO_LIMIT
 from ..llm import LLM, chooser_of
 from ..loading import load
-from ..model import Model
+from ..model import NO_LIMIT, Model
 from ..options import OF_LLAMA_CPP, Options
 
 #: Plain decoding, with which every other method is compared.

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..core import Target
-from ..limits import NO_LIMIT, Limits, Probe
-from ..model import HeadParts, Model, Shape, combined_checksum, path_error, sums_of
+from ..model import NO_LIMIT, HeadParts, Limits, Model, Probe, Shape, combined_checksum, path_error, sums_of
 from .blueprint import Blueprint
 from .compiled_model import CompiledModel, checked
 from .dense import Linear, floats

@@ -15,7 +15,7 @@ from ..core import TokenTree
 from ..core.kv_storage import StoredTarget
 from ..core.memory import memory_errors
 from ..core.target import BIT_EQUAL
-from ..limits import Limits
+from ..model import Limits
 from ..sampling.scores import HostLogits, LogitsRows
 from .compiled_model import CompiledModel
 from .execution_plan import KVCache, Segment

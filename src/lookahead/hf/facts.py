@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..limits import NO_LIMIT, Limits, positions_of
+from ..model import NO_LIMIT, Limits, positions_of
 from .masks import LayerKinds
 
 if TYPE_CHECKING:

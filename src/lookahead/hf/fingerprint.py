@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..limits import GRAPH_MEMORY
 from ..model import combined_checksum
+from ..options import GRAPH_MEMORY
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..core import SettingsError, Target
-from ..limits import NO_LIMIT, Probe, positions_of
-from ..model import HeadParts, Model, Shape
+from ..model import NO_LIMIT, HeadParts, Model, Probe, Shape, positions_of
 from .fingerprint import checksum, current, forget, known, unchanged
 from .paths import check_module, make_target, probe
 

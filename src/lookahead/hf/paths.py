@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import OutOfMemory, SettingsError, Target
 from ..core.errors import summary
-from ..limits import NO_LIMIT, Probe
+from ..model import NO_LIMIT, Probe
 from .fingerprint import forget, known, remember
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ..equivalence import (
     distance,
     single_rows,
 )
-from ..limits import NO_LIMIT
+from ..model import NO_LIMIT
 from .contexts import Contexts
 from .library import Context, EngineFailed
 from .target import LlamaCppTarget

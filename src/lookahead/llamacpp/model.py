@@ -9,8 +9,7 @@ import numpy as np
 
 from ..core import SettingsError, Target
 from ..gguf.file import GGUFFile
-from ..limits import NO_LIMIT, Limits, Probe
-from ..model import HeadParts, Model, Shape, combined_checksum, path_error, sums_of
+from ..model import NO_LIMIT, HeadParts, Limits, Model, Probe, Shape, combined_checksum, path_error, sums_of
 from ..options import MachineOptions
 from ..text.tokenizer import end_tokens
 from ..threads import thread_count

@@ -31,7 +31,7 @@ import numpy as np
 
 from ..core import OutOfMemory, SettingsError, Target, TokenTree
 from ..core.target import UP_TO_ROUNDING
-from ..limits import NO_LIMIT
+from ..model import NO_LIMIT
 from ..sampling.scores import HostLogits, LogitsRows
 from .contexts import Contexts
 from .library import Context

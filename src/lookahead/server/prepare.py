@@ -16,8 +16,8 @@ from .. import __version__
 from ..core import Drafter, Request, SettingsError
 from ..core.verify import as_choose
 from ..drafters import as_drafter
-from ..limits import NO_LIMIT
 from ..llm import LLM
+from ..model import NO_LIMIT
 from ..options import Options
 from ..text.prompts import PromptTooLong, encode, has_chat_template
 from .api_errors import Refused
