@@ -2,8 +2,10 @@
 
 import functools
 import re
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
+import accelerate
 import pytest
 import torch
 from transformers import (
@@ -613,6 +615,77 @@ def test_what_cannot_work_is_refused_by_name(what):
         model_of().generate(**prompts(2), max_new_tokens=5, custom_generate=generate, **REFUSED[what])
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+@pytest.mark.parametrize("implementation", [None, "static"])
+def test_the_cache_of_a_padded_prompt_continues_its_text(family, implementation):
+    model = model_of(family)
+    inputs = {name: rows[:1] for name, rows in prompts(3).items()}
+    mask = inputs["attention_mask"]
+    assert 0 in mask  # padded
+    options = {"max_new_tokens": 8, "eos_token_id": None, "return_dict_in_generate": True}
+    found = []
+    for extra in ({}, {"custom_generate": generate}):
+        first = model.generate(**inputs, **options, cache_implementation=implementation, **extra)
+        cache = first.past_key_values
+        text = torch.cat([first.sequences, torch.tensor([[11, 12, 13]])], dim=1)
+        seen = torch.cat([mask, mask.new_ones(1, text.shape[1] - mask.shape[1])], dim=1)
+        continued = dict(options, cache_implementation=None, past_key_values=cache)
+        if implementation is None:  # a static cache has no room for more
+            text = model.generate(input_ids=text, attention_mask=seen, **continued).sequences
+        found.append((type(cache), int(cache.get_seq_length()), text.tolist()))
+    assert found[0] == found[1]
+
+
+def test_no_cache_is_returned_where_none_is_used():
+    options = {"max_new_tokens": 5, "use_cache": False, "return_dict_in_generate": True}
+    plain, ours = both(prompts(1), **options)
+    assert plain.past_key_values is ours.past_key_values is None
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_invalid_values_are_removed_as_in_transformers(sampled):
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    found = []
+    for extra in ({}, {"custom_generate": generate}):
+        torch.manual_seed(1)
+        options = {"max_new_tokens": 20, "do_sample": sampled, "remove_invalid_values": True}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such a model decodes plainly
+            found.append(model.generate(**prompts(1), **options, **extra).tolist())
+    assert found[0] == found[1]
+
+
+def test_user_code_that_indexes_rows_is_told_that_it_sees_one():
+    class Second(LogitsProcessor):
+        def __call__(self, ids, scores):
+            scores[1] += 1
+            return scores
+
+    class Rows(StoppingCriteria):
+        def __call__(self, ids, scores, **_):
+            return torch.tensor([bool(ids[b, -1] == 3) for b in range(2)])
+
+    for options in ({"logits_processor": [Second()]}, {"stopping_criteria": [Rows()]}):
+        with pytest.raises(
+            SettingsError, match="must not index rows of the batch, because here each call sees one"
+        ):
+            model_of().generate(**prompts(2), max_new_tokens=5, custom_generate=generate, **options)
+
+
+def test_models_without_usable_weights_or_cache_are_refused():
+    offloaded = tiny_model("llama")
+    accelerate.cpu_offload(offloaded, execution_device="cpu")
+    with pytest.raises(SettingsError, match="must be in memory"):
+        offloaded.generate(**prompts(1), max_new_tokens=5, custom_generate=generate)
+    training = tiny_model("llama").train()
+    training.gradient_checkpointing_enable()
+    with pytest.raises(SettingsError, match=r"call model.eval\(\) first"):
+        training.generate(**prompts(1), max_new_tokens=5, custom_generate=generate)
+
+
 def test_unsupported_arguments_are_refused_by_name():
     model, inputs = model_of(), prompts(2)
     with pytest.raises(SettingsError, match="assistant_model"):
@@ -747,7 +820,7 @@ def test_padding_inside_the_text_is_refused_where_windows_count_it():
         assert model.generate(ids, **arguments, custom_generate=lookahead.generate).tolist() == plain.tolist()
 
 
-@pytest.mark.parametrize("name", ["remove_invalid_values", "use_mtp", "assistant_early_exit"])
+@pytest.mark.parametrize("name", ["use_mtp", "assistant_early_exit"])
 def test_options_of_other_decoders_are_refused_by_name(name):
     model = tiny_model("llama")
     config = GenerationConfig(max_new_tokens=3, do_sample=False)

@@ -6,12 +6,17 @@ This module handles logits processors and stopping criteria, and is independent 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation.logits_process import (
+    InfNanRemoveLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ..core import SettingsError
@@ -92,7 +97,11 @@ class Row:
         noise = self.noise()
         if process is None and noise is None:
             return greedy
-        return TensorChooser(self._ids[0, : self._end].tolist(), process, noise)
+        chooser = TensorChooser(self._ids[0, : self._end].tolist(), process, noise)
+        chooser.replaces_nan = any(
+            isinstance(each, InfNanRemoveLogitsProcessor) for each in self.processors or ()
+        )
+        return chooser
 
     def _process(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Scores (1, V) from logits (1, V). Records both if requested."""
@@ -100,7 +109,8 @@ class Row:
         if self.logits is not None:
             self.logits.append(values.clone())
         if self.processors is not None:
-            values = self.processors(ids, values)
+            with _one_row(self.criteria.batch, "logits processor"):
+                values = self.processors(ids, values)
         if self.scores is not None:
             self.scores.append(values)
         if self.fill is not None:
@@ -124,6 +134,20 @@ class Row:
         return reason
 
 
+@contextmanager
+def _one_row(batch: int, what: str) -> Iterator[None]:
+    """Raise SettingsError for an index beyond the row that user code sees, where transformers passes all rows."""
+    try:
+        yield
+    except IndexError as error:
+        if batch == 1:
+            raise
+        raise SettingsError(
+            f"a {what} must not index rows of the batch, because here each call sees one row (1, L) of the {batch}, "
+            f"but it raised {error!r:.120}; pass one sequence, or use model.generate without custom_generate"
+        ) from None
+
+
 class Criteria:
     """Stopping criteria of one row. The two criteria in every call are evaluated without tensors.
 
@@ -133,7 +157,7 @@ class Criteria:
     """
 
     def __init__(self, criteria: StoppingCriteriaList, batch: int = 1) -> None:
-        self._batch = batch
+        self.batch = batch
         self.eos: frozenset[int] = frozenset()
         self.max_length: int | None = None
         self._others = StoppingCriteriaList()
@@ -154,9 +178,10 @@ class Criteria:
             SettingsError: a criterion returns one value for all of several rows, which ends all of them in
                 transformers; here, rows reach a time step in different passes.
         """
-        answers = [(criterion, torch.as_tensor(criterion(ids, scores))) for criterion in self._others]
+        with _one_row(self.batch, "stopping criterion"):
+            answers = [(criterion, torch.as_tensor(criterion(ids, scores))) for criterion in self._others]
         for criterion, answer in answers:
-            if self._batch > 1 and answer.dim() == 0:
+            if self.batch > 1 and answer.dim() == 0:
                 raise SettingsError(
                     f"a stopping criterion must return a tensor of shape (batch,) for several sequences, but "
                     f"{type(criterion).__name__} returned a single value"

@@ -102,7 +102,7 @@ def generate(
     limit = max(1, longest_text - prompt_length)
     returns = bool(config.return_dict_in_generate)
     cache = model_kwargs.get("past_key_values")
-    wants_cache = batch == 1 and (returns or getattr(cache, "_is_user_defined", False))
+    wants_cache = cache is not None and batch == 1 and (returns or getattr(cache, "_is_user_defined", False))
 
     def fresh() -> Target:
         with ours.lock():
@@ -189,7 +189,7 @@ def generate(
     sequences[:, :prompt_length] = input_ids
     for row in rows:
         sequences[row.index, prompt_length : prompt_length + row.emitted] = row.tokens()
-    cache = fill_cache(keeping, cache, facts.config) if keeping is not None and facts is not None else None
+    cache = fill_cache(keeping, cache, model_kwargs.get("attention_mask")) if keeping is not None else None
     if not returns:
         return sequences
     return GenerateDecoderOnlyOutput(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from transformers import DynamicCache
+import torch
+from transformers import Cache
 
 from ..core import Target
 from .module_families import tensor_of
@@ -24,13 +25,30 @@ class KeepingTarget:
         """Keep the slot."""
 
 
-def fill_cache(target: Any, given: Any, config: Any) -> DynamicCache:
-    """Copy the keys and values of slot 0 into ``given`` if it is an empty ``DynamicCache``, else into a new one."""
-    cache = given
-    if not isinstance(cache, DynamicCache) or cache.get_seq_length() > 0:
-        cache = DynamicCache(config=config)
+def fill_cache(target: Any, given: Any, mask: torch.Tensor | None) -> Cache:
+    """Copy the keys and values of slot 0 into an empty cache, as transformers would have filled it.
+
+    Args:
+        target: see ``KeepingTarget``; its sequence has no padding.
+        given: the cache that transformers or the caller made for this call.
+        mask: the attention mask (1, L) of the prompt; None without padding. Hidden columns become zeros, because the
+            caller's mask hides them in later calls too.
+    """
     for layer, pair in enumerate(target.read(0)):
         if pair is not None:
-            keys, values = (tensor_of(part) if isinstance(part, np.ndarray) else part for part in pair)
-            cache.update(keys, values, layer)
-    return cache
+            parts = [tensor_of(part) if isinstance(part, np.ndarray) else part for part in pair]
+            keys, values = (_with_padding(part, mask) for part in parts)
+            given.update(keys, values, layer)
+    return given
+
+
+def _with_padding(part: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Keys or values (1, H, n, D) with zeros in the columns that the mask hides."""
+    if mask is None:
+        return part
+    seen = mask[0].bool().to(part.device)
+    hidden = int((~seen).sum())
+    seen = torch.cat([seen, seen.new_ones(part.shape[2] + hidden - len(seen))])
+    whole = part.new_zeros(*part.shape[:2], len(seen), part.shape[3])
+    whole[:, :, seen] = part
+    return whole

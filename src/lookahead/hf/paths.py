@@ -327,6 +327,16 @@ def check_module(model: PreTrainedModel) -> None:
             f"a decoder-only model is needed, and {type(model).__name__} is an encoder-decoder; "
             "use model.generate without custom_generate"
         )
+    if model.device.type == "meta":
+        raise SettingsError(
+            f"the weights of {type(model).__name__} must be in memory, and accelerate loads each layer only while it "
+            "runs; load the model without offloading every layer, or use model.generate without custom_generate"
+        )
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        raise SettingsError(
+            f"{type(model).__name__} must keep keys and values, which gradient checkpointing discards in training "
+            "mode; call model.eval() first"
+        )
     if torch.is_autocast_enabled(model.device.type):
         raise SettingsError(
             "torch.autocast must be off, because no path here rounds as it does; load the model in the desired "

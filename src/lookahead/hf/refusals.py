@@ -38,7 +38,6 @@ UNSUPPORTED = (
     "prefill_chunk_size",
     "output_attentions",
     "output_hidden_states",
-    "remove_invalid_values",
     "use_mtp",
     "assistant_early_exit",
 )
@@ -117,6 +116,7 @@ def refuse(
             (length > 0, f"past_key_values with {length} tokens", "pass the whole prompt"),
             (batch > 1, "past_key_values for several sequences", "pass one sequence"),
             (not isinstance(cache, DynamicCache), f"past_key_values of type {type(cache).__name__}", plain),
+            (config.use_cache is False, "past_key_values with use_cache=False", "omit one of them"),
             (not has_cache, "past_key_values with a model whose token trees do not work here", plain),
         ]
     state = model_kwargs.get("cache_params")

@@ -28,7 +28,12 @@ class Chooser(Choose):
     Calls raise:
         NumericalError: a score is NaN, or ``process`` excludes every token.
         SettingsError: ``process`` returns scores of another shape.
+
+    Attributes:
+        replaces_nan: whether ``process`` replaces logits that are NaN.
     """
+
+    replaces_nan = False
 
     def __init__(self, prompt: Sequence[int], process: Process | None = None, noise: Any = None) -> None:
         #: Divides the logits; None if ``process`` computes the scores.
@@ -40,7 +45,8 @@ class Chooser(Choose):
         self._ids = np.array([prompt], np.int64) if self.process is not None else None
 
     def __call__(self, scores: Scores, node: int) -> int:
-        scores.best(node)  # raises on NaN
+        if not self.replaces_nan:
+            scores.best(node)  # raises on NaN
         index = self.position - self._start
         if self.noise is not None and node == 0:  # drafters have observed the last step
             self.noise.forget(index)
