@@ -756,6 +756,8 @@ def test_doctor_describes_machine_and_model(model):
     assert report["machine"]["threads"] == torch.get_num_threads()
     assert (report["model"]["probe"], report["model"]["context"]) == ("tree", 256)
     assert report["model"]["path"] == lookahead.load(model).path
+    assert report["weight_cache"]["in_use"]
+    assert report["weight_cache"]["folder"].endswith("weights")
     seconds = report["seconds_of_a_start"]
     assert list(seconds)[-3:] == ["load the model", "first 8 tokens", "next 8 tokens"]
     assert seconds["load the model"] > 0

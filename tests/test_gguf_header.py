@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lookahead.core import SettingsError
+from lookahead.gguf import file as gguf_file
 from lookahead.gguf.file import BLOCK_TYPES, GGUFFile, Tensor
 
 KIND = gguf.GGMLQuantizationType
@@ -84,9 +85,41 @@ def test_block_types_are_those_of_the_package():
         assert BLOCK_TYPES[kind.value] == (kind.name, elements, size)
 
 
-def test_bytes_are_read_only(small):
-    with pytest.raises(ValueError, match="read-only"):
-        GGUFFile(small).bytes("plain")[0] = 1
+@pytest.mark.parametrize("length", [16, 100])
+def test_a_long_header_is_read_in_several_attempts(length, small, monkeypatch):
+    monkeypatch.setattr(gguf_file, "PREFIX", length)
+    same_as_the_package(small)
+
+
+def test_rows_are_those_of_the_tensor(small):
+    file = GGUFFile(small)
+    whole = file.bytes("plain").reshape(3, -1)
+    for rows in ([0, 1, 2], [1], [0, 2]):
+        assert np.array_equal(file.rows("plain", np.array(rows)), whole[rows])
+
+
+def test_a_file_that_is_cut_after_it_was_opened_is_an_error(small, tmp_path):
+    """If it were mapped, the process would end with SIGBUS."""
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(small.read_bytes())
+    file = GGUFFile(path)
+    os.truncate(path, 100)
+    with pytest.raises(SettingsError, match=r"cannot be read \(it has become shorter"):
+        file.bytes("plain")
+
+
+def test_a_digest_is_that_of_the_content(small, tmp_path):
+    """Also where size and time are the same."""
+    path = tmp_path / "copy.gguf"
+    path.write_bytes(small.read_bytes())
+    os.utime(path, ns=(0, 0))
+    own = GGUFFile(path).digest()
+    assert own == GGUFFile(path).digest() != GGUFFile(small).digest()
+    content = bytearray(small.read_bytes())
+    content[GGUFFile(small).tensors["plain"].offset + 30] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(0, 0))
+    assert own != GGUFFile(path).digest()
 
 
 def test_every_shorter_file_is_refused(small, tmp_path):

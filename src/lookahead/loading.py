@@ -58,6 +58,7 @@ def load(
     cache_type_k: str | None = None,
     cache_type_v: str | None = None,
     ctx_size: int | None = None,
+    weight_cache: bool = True,
     weights: str | None = None,
     device_map: Any = None,
     quantization_config: Any = None,
@@ -91,6 +92,8 @@ def load(
         cache_type_k: type of cached keys; the default is "f16".
         cache_type_v: type of cached values; quantized types need flash attention.
         ctx_size: initial cache capacity for all sequences together, in tokens; it doubles when full.
+        weight_cache: keep the packed weights of a quantized GGUF file on disk, so that later starts map them instead
+            of packing them again.
         weights: quantize the weight matrices while loading: "q8_0", "q5_1", "q5_0", "q4_1" or "q4_0". Not for
             quantized GGUF files.
         device_map: the devices of the layers, for transformers: "auto", "balanced", ... or a mapping.
@@ -126,6 +129,7 @@ def load(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
         ctx_size=ctx_size,
+        weight_cache=weight_cache,
         weights=weights,
         device_map=device_map,
         quantization_config=quantization_config,
@@ -344,7 +348,7 @@ def _read_compiled(place: Place, file: GGUFFile, chosen: LoadOptions) -> Model |
         for name in ("attention", "device_map", "quantization_config"):
             if getattr(chosen, name) is not None:
                 raise Unsupported(f"{name} is for transformers")
-        return read_model(file)
+        return read_model(file, chosen.weight_cache)
     except Unsupported as error:
         if find_spec("torch") is None or find_spec("transformers") is None:
             raise SettingsError(

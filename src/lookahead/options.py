@@ -113,6 +113,13 @@ class MachineOptions(OptionSet):
         at_least(256),
     )
 
+    weight_cache: bool = option(
+        True,
+        "Keep the packed weights of a quantized GGUF file on disk, so that later starts map them instead of packing "
+        "them again.",
+        YES_OR_NO,
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         alone = [name for name in OF_LLAMA_CPP if getattr(self, name) is not None]

@@ -84,6 +84,26 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def open_regular(path: Path, follow: bool = True) -> int:
+    """Open a file for reading. Returns its descriptor.
+
+    Args:
+        path: the file.
+        follow: whether it may be a link.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: it is not a regular file.
+    """
+    # A FIFO without a writer would block an ordinary open.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    descriptor = os.open(path, flags if follow else flags | getattr(os, "O_NOFOLLOW", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is not a regular file")
+    return descriptor
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file in the cache folder; None if it cannot be opened.
 
@@ -96,14 +116,11 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{number} is not a number in JSON")
 
     try:
-        # A FIFO without a writer would block an ordinary open.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        descriptor = open_regular(path)
     except OSError:
         return None
     try:
-        status = os.fstat(descriptor)
-        must(stat.S_ISREG(status.st_mode), "it is not a regular file")
-        must(status.st_size <= LARGEST_JSON, f"it has more than {LARGEST_JSON} bytes")
+        must(os.fstat(descriptor).st_size <= LARGEST_JSON, f"it has more than {LARGEST_JSON} bytes")
         with open(descriptor, "rb", closefd=False) as file:
             return json.loads(file.read(LARGEST_JSON), parse_constant=refuse)
     except RecursionError:

@@ -50,6 +50,7 @@ def doctor(*, as_json: Json = False, load: LoadOptions) -> None:
         "versions": versions(),
         "machine": machine(),
         "model": _model(llm),
+        "weight_cache": _weight_cache(),
         "seconds_of_a_start": seconds,
     }
     if as_json:
@@ -155,6 +156,20 @@ def _model(llm: LLM) -> dict[str, Any]:
         "guarantee": target.guarantee,
         "drafters": list(DRAFTERS),
         "base_table": _base_table(llm),
+    }
+
+
+def _weight_cache() -> dict[str, Any]:
+    """The folder of packed weights, and how much is in it."""
+    from ..cpu import weight_cache
+
+    files = weight_cache.kept()
+    return {
+        "folder": str(weight_cache.folder()),
+        "in_use": weight_cache.is_on(),
+        "files": len(files),
+        "gb": sum(each.size for each in files) / 1e9,
+        "gb_at_most": weight_cache.LIMIT / 1e9,
     }
 
 

@@ -1,8 +1,9 @@
 """The parts of a model from a GGUF file.
 
-Quantized blocks stay packed: they are copied once into the order of the kernel (``packed``), in threads. Tensors of
-types that the kernel does not support are decoded to bf16. Of a file of F32 or BF16 matrices, the linears are plain
-arrays (``dense``), as of a transformers model of that dtype. Then the file's pages are released.
+Quantized blocks stay packed: they are copied once into the order of the kernel (``packed``), in threads, or mapped
+from the cache of an earlier start (``weight_cache``). Tensors of types that the kernel does not support are decoded
+to bf16. Of a file of F32 or BF16 matrices, the linears are plain arrays (``dense``), as of a transformers model of
+that dtype.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 from ..core.errors import Unsupported
 from ..gguf.families import FREQUENCY_FACTORS
-from ..gguf.file import GGUFFile
+from ..gguf.file import GGUFFile, Tensor
 from ..gguf.settings import read_settings
 from ..threads import thread_count
 from . import dense
@@ -27,17 +28,13 @@ from .dense import Linear, bf16_bits, floats
 from .kernels import formats
 from .kernels.formats import ArrayMemory, round_up
 from .packed import GROUP, KIND_INDEX, KINDS, PANEL, Kind, PackedLinear, pack_panels
+from .weight_cache import MappedPanels, NewPanels
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A tensor of the file: its bytes (outputs, bytes of an output), their kind, and the inner size."""
-
-    raw: Array
-    kind: Kind
-    inner: int
+#: Bytes of panels that are packed at once, so that packing needs little memory and threads share a large matrix.
+CHUNK = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +46,17 @@ class _Rows:
 
 
 class FileReader:
-    """Reads the parts of a file. Packing runs in threads, which end with the ``with`` block.
+    """Reads the parts of a file.
 
-    The model must be compiled in the block. If it raises nothing, the file is checked for changes. Its pages are
-    released in any case.
+    The model must be compiled in the ``with`` block, at whose end the file is checked for changes.
 
     Args:
-        file: the file, mapped into memory.
+        file: the file.
 
     Attributes:
         settings: its settings.
         dtype: the dtype of plain matrices, "float32" or "bfloat16"; "" if weights are packed.
+        size: bytes of the packed weights.
         decoded: bytes of the tensors decoded to bf16, by type.
 
     Raises:
@@ -78,44 +75,49 @@ class FileReader:
         # Rows permuted by the converter are already in the packed order.
         self.order = np.arange(settings.head_size) if self.names.permuted else order
         self.norm_offset = 1.0 if self.names.scaled_embedding else 0.0  # Gemma
-        self.decoded: dict[str, int] = {}
-        self._sources: dict[str, _Source] = {}
-        weights = [name for name, tensor in file.tensors.items() if len(tensor.shape) == 2 and not self.dtype]
+        weights = [tensor for tensor in file.tensors.values() if len(tensor.shape) == 2 and not self.dtype]
         # Each linear that contains outputs of a tensor may pad it by up to a group.
-        self.memory = ArrayMemory(sum(self._packed_size(name) for name in weights))
-        self._packing = ThreadPoolExecutor(thread_count(), "lookahead-pack")
-        self._jobs: list[Any] = []
+        self.size = sum(
+            round_up(tensor.shape[0] + 3 * GROUP, GROUP)
+            // PANEL
+            * kind_of(tensor).panel_bytes(tensor.shape[1])
+            + 256
+            for tensor in weights
+        )
+        self.decoded: dict[str, int] = {}
+        for tensor in weights:
+            if tensor.type not in KIND_INDEX:
+                self.decoded[tensor.type] = self.decoded.get(tensor.type, 0) + 2 * prod(tensor.shape)
 
     def __enter__(self) -> FileReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._packing.shutdown(cancel_futures=True)
-        self._sources.clear()
         if kind is None:
             self.file.check_unchanged()
-        self.file.release()
 
-    def _packed_size(self, name: str) -> int:
-        source = self.source(name)
-        return (
-            round_up(len(source.raw) + 3 * GROUP, GROUP) // PANEL * source.kind.panel_bytes(source.inner)
-            + 256
-        )
+    def _pack(self, name: str, order: Array, panels: Array) -> None:
+        """Pack outputs of a tensor.
 
-    def source(self, name: str) -> _Source:
-        """A tensor of two dimensions, decoded to bf16 if the kernel does not support its type."""
-        if name not in self._sources:
-            tensor = self.file.tensors[name]
-            raw = self.file.bytes(name)
-            outputs, inner = tensor.shape
-            kind = KIND_INDEX.get(tensor.type)
-            if kind is None:
-                raw = bf16_bits(self._decoded(name, raw, (outputs, inner))).view(np.uint8)
-                kind = KIND_INDEX["BF16"]
-                self.decoded[tensor.type] = self.decoded.get(tensor.type, 0) + 2 * outputs * inner
-            self._sources[name] = _Source(raw.reshape(outputs, -1), KINDS[kind], inner)
-        return self._sources[name]
+        Args:
+            name: the tensor.
+            order: the outputs of each panel, (panels, 16); -1 for a missing output.
+            panels: where to, (panels, bytes of a panel).
+        """
+        used = np.unique(order[order >= 0])
+        if not len(used):
+            return
+        tensor = self.file.tensors[name]
+        if tensor.type in KIND_INDEX:
+            raw = self.file.rows(name, used)
+        else:
+            decoded = self._decoded(name, self.file.bytes(name), tensor.shape)
+            raw = bf16_bits(decoded)[used].view(np.uint8)
+        local = np.where(order >= 0, np.searchsorted(used, order), -1)
+        out = panels if panels.flags.writeable else np.zeros(panels.shape, np.uint8)
+        pack_panels(kind_of(tensor), raw, local, tensor.shape[1], out)
+        if isinstance(self._memory, NewPanels):
+            self._memory.write(panels, out)
 
     def _decoded(self, name: str, raw: Array, shape: tuple[int, ...]) -> Array:
         kind = self.file.tensors[name].type
@@ -155,7 +157,7 @@ class FileReader:
         return own + np.float32(offset)
 
     def numbers(self, name: str) -> Array:
-        """A plain tensor in the dtype of the model: fp32, or bf16 as int16. It may share the file's memory."""
+        """A plain tensor in the dtype of the model: fp32, or bf16 as int16."""
         tensor = self.file.tensors[name]
         raw = self.file.bytes(name)
         if tensor.type == "BF16":
@@ -183,17 +185,19 @@ class FileReader:
         bias = []
         inner = 0
         for rows, values in zip(panels, biases, strict=True):
-            source = self.source(rows.name)
-            inner = source.inner
+            tensor = self.file.tensors[rows.name]
+            _, inner = tensor.shape
             order = rows.order.reshape(-1, PANEL)
-            packed, entries = new_panels(self.memory, source.kind, len(order), inner)
-            self._jobs.append(
-                self._packing.submit(pack_panels, source.kind, source.raw, order, inner, packed)
-            )
+            packed, entries = new_panels(self._memory, kind_of(tensor), len(order), inner)
+            # A tensor that is decoded is decoded once.
+            step = max(1, CHUNK // packed.shape[1]) if tensor.type in KIND_INDEX else len(order)
+            for begin in range(0, len(order), step):
+                part = slice(begin, begin + step)
+                self._to_pack.append((rows.name, order[part], packed[part]))
             table.append(entries)
             bias.append(np.where(rows.order >= 0, values[np.maximum(rows.order, 0)], 0))
         pairs = np.ascontiguousarray(np.concatenate(table).reshape(-1, 2, 2))
-        return PackedLinear(pairs, np.concatenate(bias).astype(np.float32), inner, self.memory)
+        return PackedLinear(pairs, np.concatenate(bias).astype(np.float32), inner, self._memory)
 
     def bias(self, name: str) -> Array:
         """The bias of a linear; zeros if it has none."""
@@ -347,16 +351,30 @@ class FileReader:
 
         return angles
 
-    def blueprint(self) -> Blueprint:
+    def blueprint(self, memory: ArrayMemory | MappedPanels) -> Blueprint:
         """The parts of the model. Weights that stay packed are complete when this returns.
+
+        Args:
+            memory: memory of ``size`` bytes for the packed weights. They are packed unless it already has them.
 
         Raises:
             Unsupported: the compiled path does not support the file.
+            OSError: the memory is a file, and the disk is full.
         """
+        self._memory = memory
+        self._to_pack: list[tuple[str, Array, Array]] = []
         try:
-            return self._blueprint()
+            blueprint = self._blueprint()
         except KeyError as error:
             raise missing(error) from None
+        if isinstance(memory, ArrayMemory | NewPanels):
+            threads = ThreadPoolExecutor(thread_count(), "lookahead-pack")
+            try:
+                for job in [threads.submit(self._pack, *each) for each in self._to_pack]:
+                    job.result()
+            finally:
+                threads.shutdown(cancel_futures=True)
+        return blueprint
 
     def _blueprint(self) -> Blueprint:
         settings = self.settings
@@ -365,18 +383,14 @@ class FileReader:
             packed = list(layers())
             layers = partial(iter, packed)
         head: Any = self.whole("token_embd" if settings.tied else self.name("head"))
-        if self.dtype:  # it is read after the file is released, for light heads
-            head = Linear(head.weight.copy(), head.bias)
         embedding = head.weight if self.dtype else head
         if not settings.tied:
             name = self.name("embedding")
-            embedding = self.numbers(f"{name}.weight").copy() if self.dtype else self.whole(name)
+            embedding = self.numbers(f"{name}.weight") if self.dtype else self.whole(name)
         positions = None
         if "positions" in settings.names.tensors:
             read = self.numbers if self.dtype else self.fp32
-            positions = read(f"{self.name('positions')}.weight").copy()
-        for job in self._jobs:
-            job.result()
+            positions = read(f"{self.name('positions')}.weight")
         return Blueprint(
             name=settings.names.model_class,
             dtype=self.dtype or "float32",
@@ -407,12 +421,17 @@ def missing(error: KeyError) -> Unsupported:
     return Unsupported(f"the file must have the tensor {error}, and does not")
 
 
+def kind_of(tensor: Tensor) -> Kind:
+    """The kind in which a matrix is packed."""
+    return KINDS[KIND_INDEX.get(tensor.type, KIND_INDEX["BF16"])]
+
+
 def filled(order: Array, multiple: int) -> Array:
     """An order, padded with -1 to a multiple."""
     return np.concatenate([order, np.full(-len(order) % multiple, -1)])
 
 
-def new_panels(memory: ArrayMemory, kind: Kind, count: int, inner: int) -> tuple[Array, Array]:
+def new_panels(memory: ArrayMemory | MappedPanels, kind: Kind, count: int, inner: int) -> tuple[Array, Array]:
     """Memory for panels, uint8 (count, bytes of a panel), and its ``PackedLinear.panels``."""
     size = kind.panel_bytes(inner)
     panels = memory.take(count * size).reshape(count, size)

@@ -1,4 +1,4 @@
-"""Reads GGUF files: header, metadata and tensor table, in one pass over a mapped file.
+"""Reads GGUF files: header, metadata and tensor table, in one pass.
 
 Layout of a file (versions 2 and 3, little-endian; the specification is docs/gguf.md in ggml-org/ggml):
 
@@ -13,16 +13,20 @@ Layout of a file (versions 2 and 3, little-endian; the specification is docs/ggu
 Every count and length is checked against the remaining bytes before it is used, so a wrong number in a header causes
 an error and never a large allocation. Tensors must be contiguous and fill the file (zeros may follow), as llama.cpp
 requires, so a wrong shape, block type or offset causes an error too.
+
+Files are read, not mapped: a process that has mapped a file dies (SIGBUS) when another one shortens it.
 """
 
 from __future__ import annotations
 
-import mmap
+import hashlib
 import os
 import re
 import struct
+import weakref
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,6 +97,10 @@ NOT_MODELS = {
 MAGIC = b"GGUF"
 #: Maximum number of dimensions of a tensor in ggml.
 MOST_DIMENSIONS = 4
+#: Bytes that are read first, which almost every header fits in, and the factor to the next attempt.
+PREFIX, LONGER = 1 << 23, 8
+#: Bytes in the middle of each tensor that are part of a file's digest.
+SAMPLE = 4096
 #: Bytes of the smallest entry of each table: an empty name and one value or dimension.
 SMALLEST_ENTRY, SMALLEST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 
@@ -140,8 +148,12 @@ class _Damaged(Exception):
     """The file is damaged. The message explains what is damaged; the caller adds the file's name."""
 
 
+class _Longer(Exception):
+    """The header is longer than what was read of it."""
+
+
 class GGUFFile:
-    """A GGUF file with its header read and its tensors mapped. It stays open while it is referenced.
+    """A GGUF file with its header read. It stays open while it is referenced; several threads may read it.
 
     Args:
         path: the file.
@@ -157,24 +169,68 @@ class GGUFFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._reading = Lock()
         try:
-            with open(self.path, "rb") as file:
-                self._state = _state(os.fstat(file.fileno()))
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self._state[-1] else b""
+            self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115
+            weakref.finalize(self, self._file.close)
+            self._state = _state(os.fstat(self._file.fileno()))
         except OSError as error:
             raise SettingsError(f"{self.path} cannot be read ({error.strerror or error})") from None
-        if not MAGIC.startswith(magic := self._map[: len(MAGIC)]):
+        if not MAGIC.startswith(magic := self._read(0, min(self.size, len(MAGIC))).tobytes()):
             raise SettingsError(
                 f"{self.path} is not a GGUF file: its first bytes must be {MAGIC!r}, got {magic!r}; "
                 "give a model in GGUF or a directory of safetensors"
             )
         try:
-            self.metadata, self.tensors = _Reader(self._map).read()
+            self.metadata, self.tensors, end = self._read_header()
+            self._check_after(end)
         except _Damaged as error:
             raise SettingsError(
-                f"a GGUF file must be complete; {self.path} ({len(self._map):,} bytes) cannot be read ({error}); "
+                f"a GGUF file must be complete; {self.path} ({self.size:,} bytes) cannot be read ({error}); "
                 "copy or download it again"
             ) from None
+
+    @property
+    def size(self) -> int:
+        """Its size when it was opened, in bytes."""
+        return self._state[-1]
+
+    def _read_header(self) -> tuple[dict[str, Any], dict[str, Tensor], int]:
+        length = PREFIX
+        while True:
+            header = self._read(0, min(length, self.size)).tobytes()
+            try:
+                return _Reader(header, self.size).read()
+            except _Longer:
+                length *= LONGER
+
+    def _check_after(self, end: int) -> None:
+        """Check that only zeros follow the last tensor, which ends at this byte."""
+        for begin in range(end, self.size, PREFIX):
+            if self._read(begin, min(PREFIX, self.size - begin)).any():
+                raise _Damaged(
+                    f"only zeros may follow its last tensor, but {self.size - end:,} other bytes do"
+                )
+
+    def _read(self, offset: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Bytes of the file, (size,).
+
+        Raises:
+            SettingsError: they cannot be read, or the file has become shorter.
+        """
+        content = np.empty(size, np.uint8)
+        left = memoryview(content)  # type: ignore[arg-type]  # numpy's arrays are buffers
+        try:
+            with self._reading:
+                self._file.seek(offset)
+                while left:
+                    read = self._file.readinto(left)
+                    if not read:
+                        raise OSError(None, "it has become shorter")
+                    left = left[read:]
+        except OSError as error:
+            raise SettingsError(f"{self.path} cannot be read ({error.strerror or error})") from None
+        return content
 
     @property
     def matrix_types(self) -> set[str]:
@@ -201,20 +257,48 @@ class GGUFFile:
         return sum(prod(tensor.shape) for tensor in self.tensors.values())
 
     def bytes(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes of a tensor, (nbytes,), mapped and read-only."""
-        tensor = self.tensors[name]
-        return np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
+        """The bytes of a tensor, (nbytes,).
 
-    def release(self) -> None:
-        """Release the mapped pages that were read. The system reads them again on the next use."""
-        if isinstance(self._map, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+        Raises:
+            SettingsError: they cannot be read.
+        """
+        tensor = self.tensors[name]
+        return self._read(tensor.offset, tensor.nbytes)
+
+    def rows(self, name: str, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes of some rows of a matrix, (n, bytes of a row).
+
+        Args:
+            name: the tensor.
+            rows: int64 (n,), n > 0, ascending.
+
+        Raises:
+            SettingsError: they cannot be read.
+        """
+        tensor = self.tensors[name]
+        size = tensor.nbytes // tensor.shape[0]
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)  # of adjacent rows
+        parts = [self._read(tensor.offset + int(run[0]) * size, len(run) * size) for run in runs]
+        return (
+            np.concatenate(parts).reshape(len(rows), size) if len(parts) > 1 else parts[0].reshape(-1, size)
+        )
+
+    def digest(self) -> str:
+        """Identifies the content: a digest of size, time of the last change, header, and a part of each tensor."""
+        _, changed, size = self._state
+        found = hashlib.sha256(f"{size} {changed}".encode())
+        first = min((tensor.offset for tensor in self.tensors.values()), default=size)
+        found.update(self._read(0, first))  # type: ignore[arg-type]
+        for tensor in self.tensors.values():
+            length = min(SAMPLE, tensor.nbytes)
+            found.update(self._read(tensor.offset + (tensor.nbytes - length) // 2, length))  # type: ignore[arg-type]
+        return found.hexdigest()
 
     def check_unchanged(self) -> None:
         """Raise SettingsError if the file was modified since it was opened, because the data read may be
         inconsistent.
 
-        Replacing the file with another of the same name is not an error, because the old file stays mapped.
+        Replacing the file with another of the same name is not an error, because the old file stays open.
         """
         try:
             now = _state(os.stat(self.path))
@@ -232,17 +316,26 @@ def _state(stat: os.stat_result) -> tuple[int, int, int]:
 class _Reader:
     """Reads a header from its first byte to its last.
 
+    Args:
+        data: the beginning of the file.
+        size: bytes of the whole file.
+
     Attributes:
         at: the position of the next byte.
     """
 
-    def __init__(self, data: mmap.mmap | bytes) -> None:
+    def __init__(self, data: bytes, size: int) -> None:
         self.data = data
-        self.size = len(data)
+        self.size = size
         self.at = 0
 
-    def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """(metadata, tensors)."""
+    def read(self) -> tuple[dict[str, Any], dict[str, Tensor], int]:
+        """(metadata, tensors, the byte at which the last tensor and its padding end).
+
+        Raises:
+            _Damaged: the header is wrong.
+            _Longer: ``data`` ends within the header.
+        """
         self.at = len(MAGIC)
         version = self.number("<I")
         if version not in (2, 3):
@@ -274,11 +367,16 @@ class _Reader:
             raise _Damaged(f"general.alignment must be a power of two, got {alignment!r:.60}")
         start = _aligned(self.at, alignment)
         tensors = {name: tensor._replace(offset=start + tensor.offset) for name, tensor in table.items()}
-        self.check_positions(tensors, start, alignment)
-        return metadata, tensors
+        return metadata, tensors, self.check_positions(tensors, start, alignment)
 
-    def check_positions(self, tensors: dict[str, Tensor], start: int, alignment: int) -> None:
-        """Check that the tensors are contiguous in the file and that only padding follows the last one."""
+    def ends(self) -> Exception:
+        """The error of a header that ends within what was read."""
+        if len(self.data) < self.size:
+            return _Longer()
+        return _Damaged(f"it ends at byte {self.size:,}, within its header")
+
+    def check_positions(self, tensors: dict[str, Tensor], start: int, alignment: int) -> int:
+        """Check that the tensors are contiguous in the file. Returns their end."""
         end = start
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
             last = tensor.offset + tensor.nbytes
@@ -292,8 +390,7 @@ class _Reader:
                     f"up to {alignment} bytes), got {tensor.offset:,}"
                 )
             end = _aligned(last, alignment)
-        if np.frombuffer(self.data, np.uint8, offset=min(end, self.size)).any():
-            raise _Damaged(f"only zeros may follow its last tensor, but {self.size - end:,} other bytes do")
+        return end
 
     def check_count(self, count: int, smallest: int, what: str) -> None:
         """Check that ``count`` items of at least ``smallest`` bytes fit in the rest of the file."""
@@ -305,7 +402,7 @@ class _Reader:
         try:
             (value,) = struct.unpack_from(form, self.data, self.at)
         except struct.error:
-            raise _Damaged(f"it ends at byte {self.size:,}, within its header") from None
+            raise self.ends() from None
         self.at += struct.calcsize(form)
         return value
 
@@ -328,10 +425,12 @@ class _Reader:
                     raise _Damaged(
                         f"the string at byte {at:,} claims {length:,} bytes, but {size - at:,} are left"
                     )
+                if at + length > len(data):
+                    raise _Longer
                 texts.append(data[at : at + length].decode())
                 at += length
         except struct.error:
-            raise _Damaged(f"it ends at byte {size:,}, within its header") from None
+            raise self.ends() from None
         except UnicodeDecodeError as error:
             raise _Damaged(f"the string at byte {at:,} must be UTF-8: {error.reason}") from None
         self.at = at
@@ -360,8 +459,11 @@ class _Reader:
             raise _Damaged(f"the value of {key!r:.80} has type {kind}{nested}, which cannot be read")
         dtype = np.dtype(NUMBERS[kind])
         self.check_count(count, dtype.itemsize, f"numbers in {key!r:.80}")
-        values = np.frombuffer(self.data[self.at : self.at + count * dtype.itemsize], dtype)
-        self.at += count * dtype.itemsize
+        end = self.at + count * dtype.itemsize
+        if end > len(self.data):
+            raise _Longer
+        values = np.frombuffer(self.data[self.at : end], dtype)
+        self.at = end
         return values
 
     def tensor_entry(self) -> tuple[str, Tensor]:
