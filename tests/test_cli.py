@@ -836,7 +836,6 @@ def test_chat_changes_what_was_said_and_how_it_answers(model, llm, tmp_path):
 
 def test_chat_samples_unless_told_otherwise(model, llm, monkeypatch):
     chat = sys.modules["lookahead.cli.chat"]
-    assert chat.suggested_sampling(llm) == {"temperature": 0.7, "top_p": 0.95, "repetition_penalty": 1.1}
     sampled = llm.generate(
         [{"role": "user", "content": "hello"}],
         max_new_tokens=12,
@@ -859,6 +858,30 @@ def test_chat_samples_unless_told_otherwise(model, llm, monkeypatch):
     ):
         assert call("chat", model, *given)[0] == 0
         assert (asked[-1].temperature, asked[-1].top_p, asked[-1].repetition_penalty) == expected
+
+
+@pytest.mark.parametrize(
+    ("suggested", "expected", "said"),
+    [
+        ({"temperature": 0.5, "top_k": 9}, {"temperature": 0.5, "top_k": 9}, ""),
+        ({"temperature": 0.0, "top_k": 9, "repetition_penalty": 1.3}, {"repetition_penalty": 1.3}, ""),
+        (
+            {"temperature": -1.0},
+            {"temperature": 0.7, "top_p": 0.95, "repetition_penalty": 1.1},
+            "temperature",
+        ),
+        ({"temperature": "\x1b[31m"}, {"temperature": 0.7}, "cannot be used (temperature"),
+    ],
+)
+def test_chat_samples_as_the_model_suggests(suggested, expected, said, capsys):
+    chat = sys.modules["lookahead.cli.chat"]
+    llm = SimpleNamespace(model=SimpleNamespace(sampling=suggested), parameter_count=1)
+    options = chat.with_suggested_sampling(Options(), llm)
+    assert {name: getattr(options, name) for name in expected} == expected
+    err = capsys.readouterr().err
+    assert said in err
+    assert bool(err) == bool(said)
+    assert "\x1b[31m" not in err
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from lookahead.core import SettingsError
 from lookahead.core.errors import Unsupported
 from lookahead.gguf.families import GGUF_NAMES
 from lookahead.gguf.file import GGUFFile
-from lookahead.gguf.settings import RotaryTable, check_file, read_settings
+from lookahead.gguf.settings import RotaryTable, check_file, read_settings, suggested_sampling
 
 PROMPT = [5, 17, 40, 41, 99, 40, 41, 7, 8, 5, 17, 40]
 
@@ -242,3 +242,10 @@ def test_settings_that_a_file_may_leave_out_or_give_for_each_layer(tiny_gguf):
     file.metadata["granite.rope.scaling.finetuned"] = False
     assert any(expected.rotary)
     assert not any(read_settings(file).rotary)
+
+
+def test_sampling_that_a_file_suggests():
+    read = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.top_p": 1.0}
+    assert suggested_sampling(read) == {"temperature": 0.6, "top_k": 20}
+    assert suggested_sampling({"general.sampling.min_p": 0.1}) == {"temperature": 1.0, "min_p": 0.1}
+    assert suggested_sampling({"general.sampling.top_p": 1.0}) == suggested_sampling({}) == {}

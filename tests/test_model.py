@@ -80,3 +80,10 @@ def test_checksums_depend_on_every_weight_or_on_samples():
     weight[1, 1] += 1
     assert model.checksum() != whole
     assert model.checksum(16) == sampled
+
+
+def test_sampling_that_a_generation_config_suggests():
+    module = tiny_model()
+    assert HFModel(module).sampling == {}
+    module.generation_config.update(do_sample=True, top_p=0.9)
+    assert HFModel(module).sampling == {"temperature": 1.0, "top_p": 0.9}

@@ -12,9 +12,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .core import SettingsError, Target
@@ -131,6 +132,7 @@ class Model(ABC):
         shape: see ``Shape``.
         context: the context length in tokens, including the prompt; None for no limit.
         eos: tokens that end a completion; empty if the model does not say.
+        sampling: how the model's authors suggest to sample, as fields of ``Options``; empty if they do not say.
         state: what was measured or loaded for the model, by what measured it (cost curves, light heads). Nothing else
             keeps such results, so they end with the model; ``forget`` drops them.
     """
@@ -145,6 +147,7 @@ class Model(ABC):
     shape: Shape
     context: int | None
     eos: frozenset[int]
+    sampling: Mapping[str, float] = MappingProxyType({})
     state: dict[str, dict[Any, Any]]
 
     # ------------------------------------------------------------------------------- evaluating steps

@@ -18,6 +18,7 @@ import typer
 
 from .. import Adaptive, AdaptiveState
 from ..core import LookaheadError, SettingsError
+from ..core.errors import shown
 from ..option import offered
 from ..options import DraftOptions, LoadOptions, Options
 from ..records import cache_folder
@@ -147,19 +148,29 @@ def chat(
     given = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
     llm = load_model(load, draft.resolve())
     if not given & {"temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"}:
-        options = replace(options, **suggested_sampling(llm))
+        options = with_suggested_sampling(options, llm)
     kept: dict[str, Any] = {}
     if isinstance(llm.drafter, Adaptive):  # all answers of a conversation share one state
         kept = {"drafter": replace(llm.drafter, state=AdaptiveState(llm.drafter))}
     Chat(llm, system, options, kept).run()
 
 
-def suggested_sampling(llm: LLM) -> dict[str, Any]:
-    """The sampling options that a model's generation config or its file suggests, or else ``SAMPLING``, with a mild
-    repetition penalty for a small model."""
-    if suggested := dict(getattr(llm.model, "sampling", {})):
-        return suggested
-    return SAMPLING | ({"repetition_penalty": PENALTY} if llm.parameter_count < SMALL else {})
+def with_suggested_sampling(options: Options, llm: LLM) -> Options:
+    """Options that sample as the model's authors suggest, or else with ``SAMPLING`` and, for a small model, a mild
+    repetition penalty."""
+    own: dict[str, Any] = SAMPLING | ({"repetition_penalty": PENALTY} if llm.parameter_count < SMALL else {})
+    suggested: dict[str, Any] = dict(llm.model.sampling)
+    if suggested.get("temperature") == 0:  # greedy, where the options of sampling are not allowed
+        suggested = {
+            name: suggested[name] for name in ("temperature", "repetition_penalty") if name in suggested
+        }
+    try:
+        return replace(options, **suggested or own)
+    except SettingsError as error:
+        note(
+            f"note: the sampling that the model suggests cannot be used ({shown(str(error), 160)}); using {own}"
+        )
+        return replace(options, **own)
 
 
 class Chat:

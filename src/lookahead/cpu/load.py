@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 from ..gguf.file import GGUFFile
+from ..gguf.settings import suggested_sampling
 from ..records import not_writable
 from ..text.tokenizer import end_tokens
 from . import weight_cache
@@ -29,6 +30,7 @@ def read_model(file: GGUFFile, cache: bool = True) -> PackedModel:
             _blueprint(reader, cache),
             file.metadata["general.architecture"],
             end_tokens(file.metadata),
+            suggested_sampling(file.metadata),
             reader.settings.max_positions,
             file.weights,
             file.parameter_count,

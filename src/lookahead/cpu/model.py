@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..core import Target
@@ -20,7 +20,7 @@ class PackedModel(Model):
     Args:
         blueprint: its parts.
         family: its architecture, for ``Shape``.
-        eos, weights, parameter_count: see ``Model``.
+        eos, sampling, weights, parameter_count: see ``Model``.
         max_positions: positions that the model was trained for; ``NO_LIMIT`` without a limit.
 
     Attributes:
@@ -37,12 +37,14 @@ class PackedModel(Model):
         blueprint: Blueprint,
         family: str,
         eos: Iterable[int],
+        sampling: Mapping[str, float],
         max_positions: int,
         weights: str,
         parameter_count: int,
     ) -> None:
         self.compiled = checked(lambda: CompiledModel(blueprint))
         self.eos = frozenset(eos)
+        self.sampling = sampling
         self.weights = weights
         self.parameter_count = parameter_count
         self.shape = Shape(family, blueprint.vocabulary, blueprint.hidden, blueprint.layer_count)

@@ -6,7 +6,9 @@ This module does not import torch; ``gguf_blueprint`` turns the result into a mo
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,25 @@ from ..core.errors import Unsupported
 from .families import FACTORS_BY_LENGTH, FREQUENCY_FACTORS, GGUF_NAMES, GGUFNames
 from .file import GGUFFile
 from .sizes import ROUTER, Metadata, Sizes, check_counts, contradiction, read_sizes
+
+#: Name in ``general.sampling`` -> (the option, its value that changes nothing).
+SAMPLING = {
+    "temp": ("temperature", None),
+    "top_k": ("top_k", 0),
+    "top_p": ("top_p", 1.0),
+    "min_p": ("min_p", 0.0),
+    "penalty_repeat": ("repetition_penalty", 1.0),
+}
+
+
+def suggested_sampling(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """``Model.sampling`` of a file, unchecked: what it says under the names of ``SAMPLING``."""
+    given = {
+        option: metadata[f"general.sampling.{name}"]
+        for name, (option, neutral) in SAMPLING.items()
+        if metadata.get(f"general.sampling.{name}", neutral) != neutral
+    }
+    return {"temperature": 1.0, **given} if given else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,15 @@ class HFModel(Model):
         return frozenset([given] if isinstance(given, int) else given or ())
 
     @property
+    def sampling(self) -> dict[str, float]:  # type: ignore[override]
+        config = self.module.generation_config
+        if not getattr(config, "do_sample", False):
+            return {}
+        names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+        given = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+        return {"temperature": 1.0, **given}
+
+    @property
     def state(self) -> dict[str, dict[Any, Any]]:  # type: ignore[override]
         return known(self.module).measured
 

@@ -62,7 +62,13 @@ def quantize_model(model: HFModel, name: str) -> PackedModel:
         position_embedding=None if positions is None else floats(positions),
     )
     return PackedModel(
-        blueprint, model.shape.family, model.eos, facts.max_positions, kind.name, model.parameter_count
+        blueprint,
+        model.shape.family,
+        model.eos,
+        model.sampling,
+        facts.max_positions,
+        kind.name,
+        model.parameter_count,
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..core import SettingsError, Target
 from ..gguf.file import GGUFFile
+from ..gguf.settings import suggested_sampling
 from ..model import NO_LIMIT, HeadParts, Limits, Model, Probe, Shape, combined_checksum, path_error, sums_of
 from ..options import MachineOptions
 from ..text.tokenizer import end_tokens
@@ -45,6 +46,7 @@ class LlamaCppModel(Model):
         self.shape = Shape(architecture, loaded.vocabulary, *sizes)
         self.context = loaded.positions or None
         self.eos = frozenset(end_tokens(metadata))
+        self.sampling = suggested_sampling(metadata)
         self.state = {}
         self._limits = Limits(loaded.vocabulary, loaded.positions or NO_LIMIT)
         # llama.cpp chooses one of two frequency tables by context size, and a sequence must keep its table.
