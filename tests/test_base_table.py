@@ -224,6 +224,20 @@ def test_a_damaged_file_is_refused(saved, says):
         open_table(saved)
 
 
+@pytest.mark.parametrize("size", [0, 5000, None])
+def test_a_table_whose_file_is_changed_in_place_stays_as_it_was(saved, size):
+    """cp and rsync --inplace write into the file. A mapped file that becomes shorter would kill the process."""
+    table = open_table(saved)
+    before = {name: array.copy() for name, array in table.trie._asdict().items()}
+    with saved.open("r+b") as file:
+        file.write(b"\xff" * saved.stat().st_size)
+        if size is not None:
+            file.truncate(size)
+    assert all(np.array_equal(array, before[name]) for name, array in table.trie._asdict().items())
+    with pytest.raises(SettingsError, match="not a usable base table"):
+        open_table(saved)
+
+
 def test_other_files_are_refused_in_one_line(saved, tmp_path, monkeypatch):
     header, data = header_of(saved)
 

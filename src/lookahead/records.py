@@ -104,6 +104,22 @@ def open_regular(path: Path, follow: bool = True) -> int:
     return descriptor
 
 
+def read_bytes(path: Path, largest: int) -> bytes:
+    """The content of a file that others may change at any time.
+
+    Such a file is not mapped into memory: shortening a mapped file kills the process, and what is written into it
+    (by ``cp`` or ``rsync --inplace``) appears in arrays that have been checked.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not a regular file, or larger than ``largest`` bytes.
+    """
+    with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        must(size <= largest, f"it has {size} bytes, but may have at most {largest}")
+        return file.read(largest)
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file in the cache folder; None if it cannot be opened.
 
@@ -116,17 +132,32 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{number} is not a number in JSON")
 
     try:
-        descriptor = open_regular(path)
+        content = read_bytes(path, LARGEST_JSON)
     except OSError:
         return None
     try:
-        must(os.fstat(descriptor).st_size <= LARGEST_JSON, f"it has more than {LARGEST_JSON} bytes")
-        with open(descriptor, "rb", closefd=False) as file:
-            return json.loads(file.read(LARGEST_JSON), parse_constant=refuse)
+        return json.loads(content, parse_constant=refuse)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    finally:
-        os.close(descriptor)
+
+
+def read_arrays(path: Path, largest: int) -> tuple[dict[str, str], dict[str, Any]]:
+    """(metadata, arrays) of a safetensors file, in memory.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: as in ``read_bytes``, or it is not a safetensors file of numpy's types.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    content = read_bytes(path, largest)
+    try:
+        arrays = load(content)
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(str(error)) from None
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return header.get("__metadata__", {}), arrays
 
 
 def must(right: Any, otherwise: str) -> None:

@@ -1,6 +1,6 @@
 """The base table: the likeliest next tokens after contexts of one, two and three tokens, learned before any request.
 
-It is read-only and mapped into memory, so all sequences and processes share one copy, and nothing is ever evicted.
+It is read-only, so all sequences of a process share one copy, and nothing is ever evicted.
 ``lookahead.learning`` builds it from text that the model generated. The entry of a context lists the tokens with the
 largest probabilities, each the mean of the target's probabilities over all occurrences of the context.
 
@@ -23,9 +23,7 @@ vocabularies are zero and the file compresses well.
 
 from __future__ import annotations
 
-import json
 import math
-import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ import numpy as np
 
 from ....core import SettingsError
 from ....jit import compiled, int64
-from ....records import must, not_writable, replacing
+from ....records import must, not_writable, read_arrays, replacing
 from ..calibration import (
     BINS,
     DISTANCES,
@@ -315,7 +313,7 @@ class BaseTable:
 
     Attributes:
         path: its file.
-        trie: its arrays, mapped into memory.
+        trie: its arrays.
         counts: "greedy" and "sampled" -> (hits, trials) of the buckets of its proposals, from held-out text.
         vocabulary: V.
         model: the model's name, from ``lookahead.model.Shape.name``.
@@ -406,7 +404,7 @@ def open_table(path: str | os.PathLike[str]) -> BaseTable:
 @lru_cache(maxsize=16)
 def _opened(path: Path, *version: int) -> BaseTable:
     try:
-        about, arrays = _mapped(path)
+        about, arrays = _read(path)
         trie = Trie(*(arrays[name] for name in Trie._fields))
         vocabulary = int(about["vocabulary"])
         learned = int(about["learned"])
@@ -423,38 +421,14 @@ def _opened(path: Path, *version: int) -> BaseTable:
         raise SettingsError(f"{path} is not a usable base table: {detail}; learn it again") from None
 
 
-def _mapped(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """(metadata, arrays) of a file, whose pages are read from disk on demand."""
-    from safetensors import SafetensorError, safe_open
-
-    size = path.stat().st_size
-    must(size <= LARGEST_FILE, f"it has {size} bytes, but may have at most {LARGEST_FILE}")
-    try:
-        with safe_open(path, framework="np") as opened:  # checks the header, and that the file is complete
-            about = opened.metadata() or {}
-    except SafetensorError as error:
-        raise ValueError(str(error)) from None
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """(metadata, arrays) of a file."""
+    about, arrays = read_arrays(path, LARGEST_FILE)
     if about.get("format") != FORMAT:
         raise ValueError(f"its format is {about.get('format', 'unknown')}, but this version reads {FORMAT}")
-
-    # Map the file, and take the arrays from it.
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    arrays = {}
-    for name, dtype in ARRAYS.items():
-        entry = header[name]
-        kind = np.dtype(dtype)
-        shape = entry["shape"]
-        begin = 8 + length + entry["data_offsets"][0]
-        must(entry["dtype"] == f"{kind.kind.upper()}{8 * kind.itemsize}", f"{name} has the wrong type")
-        must(begin % kind.itemsize == 0, f"{name} is not aligned")
-        array = (
-            np.frombuffer(memory, kind, int(np.prod(shape)), begin) if np.prod(shape) else np.zeros(0, kind)
-        )
-        arrays[name] = _fixed(array.reshape(shape))
-    return about, arrays
+    for name, kind in ARRAYS.items():
+        must(arrays[name].dtype == kind, f"{name} has the wrong type")
+    return about, {name: _fixed(arrays[name]) for name in ARRAYS}
 
 
 def _check(trie: Trie, vocabulary: int) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 
 from ....core import SettingsError
 from ....core.errors import first_line
-from ....records import must, replacing
+from ....records import must, read_arrays, replacing
 
 FORMAT = "lookahead light head 1"
 #: What to do about a file that cannot be used.
@@ -161,20 +161,14 @@ def load_head(path: str | os.PathLike[str]) -> HeadWeights:
     Raises:
         SettingsError: there is no such file, or it is not a light head of this format.
     """
-    from safetensors import SafetensorError, safe_open
-
     if not Path(path).is_file():
         raise SettingsError(f"the light head must be a file, and {os.fspath(path)} is not one; {REMEDY}")
     try:
-        if os.path.getsize(path) > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES} bytes")
-        with safe_open(path, "numpy") as file:
-            texts = file.metadata() or {}
-            if texts.get("format") != FORMAT:
-                raise ValueError(f"its format is {texts.get('format', 'not given')!r:.40}, not {FORMAT!r}")
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        texts, arrays = read_arrays(Path(path), MAX_BYTES)
+        if texts.get("format") != FORMAT:
+            raise ValueError(f"its format is {texts.get('format', 'not given')!r:.40}, not {FORMAT!r}")
         return _checked(json.loads(texts["numbers"]), arrays, json.loads(texts.get("about", "{}")))
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise SettingsError(f"{os.fspath(path)} is not a light head: {first_line(error)}; {REMEDY}") from None
 
 
