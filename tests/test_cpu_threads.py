@@ -47,6 +47,44 @@ def test_a_forked_process_has_its_own_rows() -> None:
     result_of(two_processes, within=200.0)
 
 
+def fork_during_a_pass() -> tuple[str, int]:
+    """What a child says whose parent was forked in the middle of another thread's pass, and its status."""
+    llm = lookahead.LLM(tiny_model("gpt_neox"))
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        inside.set()
+        go_on.wait(60)
+
+    handle = llm.model.module.register_forward_hook(wait)
+    other = threading.Thread(target=lambda: llm.generate([5, 6, 7], max_new_tokens=2))
+    other.start()
+    inside.wait(60)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            llm.generate([5, 6, 7], max_new_tokens=2)
+        except lookahead.LookaheadError as error:
+            os.write(write, str(error).encode())
+        # Other models are not affected.
+        fresh = lookahead.LLM(tiny_model("gpt_neox"))
+        os._exit(len(fresh.generate([5, 6, 7], max_new_tokens=2, ignore_eos=True).tokens))
+    go_on.set()
+    other.join()
+    handle.remove()
+    os.close(write)
+    said = os.fdopen(read).read()
+    return said, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_process_that_is_forked_during_a_pass_is_told_so() -> None:
+    said, status = result_of(fork_during_a_pass, within=200.0)
+    assert "another thread was running this one; load it again in this process" in said
+    assert status == 2
+
+
 @pytest.mark.parametrize(("family", "exact"), [("gpt_neox", True), ("phi", False)])
 def test_threads_take_turns_on_a_model_of_transformers(family: str, exact: bool) -> None:
     """Passes change the model's attention for their duration."""

@@ -7,6 +7,7 @@ that bypass torch's version counter (``weight.data += delta``, or another view o
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..core import SettingsError
 from ..model import combined_checksum
 from ..options import GRAPH_MEMORY
 
@@ -53,6 +55,35 @@ class Known:
 #: ``custom_generate`` in every call, and all users of one module share its lock and results.
 _known: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()
 _adding = Lock()
+
+
+class _Interrupted:
+    """Stands for the lock of a module whose pass another thread had begun when this process was forked. Nothing will
+    end that pass, so the module keeps the pass's attention and hooks, and the lock would never be released."""
+
+    def __enter__(self) -> None:
+        raise SettingsError(
+            "a model must not be in use when a process is forked, but another thread was running this one; load it "
+            "again in this process, or start the process with multiprocessing's spawn method"
+        )
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def _after_fork() -> None:
+    """Replace the locks that threads of the parent held; they do not exist in this process."""
+    global _adding
+    _adding = Lock()
+    for each in list(_known.values()):
+        if each.lock.acquire(blocking=False):
+            each.lock.release()
+        else:
+            each.lock = _Interrupted()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def known(module: Any) -> Known:
