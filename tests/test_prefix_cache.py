@@ -49,6 +49,28 @@ def case(request):
     return lambda: make_target(model, path=path)
 
 
+def test_finished_sequences_are_dropped_for_the_memory_of_others():
+    model = tiny_model("llama", initializer_range=0.1)
+    target = PrefixTarget(make_target(model, path="cpu"), kept=8)
+    engine = Engine(
+        lambda: target, target=target, max_tokens=3 * 256
+    )  # a slot has memory for at least 256 tokens
+    found = []
+    for number in range(6):
+        prompt = [5 + number, *SHARED]
+        sequences = [engine.add(Request(prompt, Plain(), 12)) for _ in range(2)]
+        while engine.busy:
+            engine.step()
+            assert engine.running + len(target._idle) <= 3
+        found += [sequence.tokens for sequence in sequences]
+        assert len(target._idle) >= 2
+    assert (
+        found[::2]
+        == found[1::2]
+        == [decode(make_target(model, path="cpu"), [5 + n, *SHARED])[0] for n in range(6)]
+    )
+
+
 def test_a_prompt_goes_on_from_where_an_earlier_text_parts_from_it(case):
     counting = Counting(case())
     target = PrefixTarget(counting, kept=2)

@@ -11,7 +11,9 @@ import logging
 import resource
 import socket
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import httpx
@@ -19,17 +21,21 @@ import pytest
 from pydantic import ValidationError
 
 import lookahead
+from lookahead import llm as module
+from lookahead.core.target import UNLIMITED_TOKENS
 from lookahead.drafters.prompt_lookup import PromptLookupDraftState
-from lookahead.server import connections, grammar
+from lookahead.server import connections, grammar, memory
 from lookahead.server.app import create_app
 from lookahead.server.grammar import GrammarProcess
 from lookahead.server.logs import log_to_stderr
+from lookahead.server.memory import most_tokens
+from lookahead.server.prepare import Preparer
 from lookahead.server.protocol import ChatRequest, CompletionRequest
 from lookahead.server.responses import Answer
 from lookahead.server.settings import Settings
 from lookahead.text.decoder import TextDecoder
 from serving import serving
-from test_server import chat
+from test_server import chat, no_end, post
 from toy import save
 
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
@@ -187,11 +193,111 @@ def test_a_schema_that_never_ends_fails_as_the_clients_error(served):
     assert "<state>" not in answer.text
 
 
+def test_other_sequences_do_not_wait_for_the_mask_of_a_grammar(llm, monkeypatch):
+    """Every mask takes a tenth of a second here, as those of large schemas do."""
+    advance = GrammarProcess._advance
+    monkeypatch.setattr(GrammarProcess, "_advance", lambda *given: (time.sleep(0.1), advance(*given))[1])
+    form = {"structured_outputs": {"regex": "[a-z ]{200}"}, "max_tokens": 30, "n": 4}
+    with serving(llm) as served, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(chat, served, **form)
+        served.wait(lambda: served.server.loop.engine.running == 4)
+        begin = time.monotonic()
+        post(served, max_tokens=40, logit_bias=no_end(served))
+        seconds = time.monotonic() - begin
+        assert not slow.done()
+        assert seconds < 40 * 0.1  # with a wait for a mask in each step, it takes longer
+        slow.result()
+
+
 def test_a_grammar_has_a_limit_of_processor_time(served, monkeypatch):
     clock = itertools.count(step=0.2)
     monkeypatch.setattr(grammar, "thread_time", lambda: next(clock))
     error = chat(served, status=400, response_format={"type": "json_object"}, max_tokens=40)["error"]
     assert (error["code"], "too much processor time" in error["message"]) == ("grammar_too_complex", True)
+
+
+# ------------------------------------------------------------------------------------------ preparation
+
+
+def test_stop_strings_are_prepared_once_for_all_completions(served, monkeypatch):
+    calls = []
+    split = module.split_stops
+    monkeypatch.setattr(module, "split_stops", lambda *given: (calls.append(given), split(*given))[1])
+    stops = [f"{letter}x" for letter in "abcdefghijklmnop"]
+    answer = post(served, n=8, stop=stops, max_tokens=2)
+    assert (len(answer["choices"]), len(calls)) == (8, 1)
+
+
+def test_preparation_counts_for_the_time_limit_and_ends_with_the_client(llm, monkeypatch, logged):
+    begun, go_on = threading.Event(), threading.Event()
+    encode = Preparer.encode
+    with serving(llm, request_timeout=0.5) as served:
+        monkeypatch.setattr(
+            Preparer,
+            "encode",
+            lambda *given, **more: (begun.set(), go_on.wait(20), encode(*given, **more))[2],
+        )
+        assert post(served, status=504)["error"]["code"] == "timeout"
+        go_on.set()
+    with serving(llm) as served:
+        begun.clear()
+        go_on.clear()
+        with half_sent(served, 1, request_of(stream=True)):
+            begun.wait(20)
+        go_on.set()
+        served.wait(lambda: '"status": 499' in logged(), 10)
+        assert not served.server.loop.engine.busy
+        # The time limit counts from the arrival of a request.
+        sequences = []
+        submit = served.server.loop.submit
+        monkeypatch.setattr(
+            served.server.loop, "submit", lambda *given: (sequences.extend(submit(*given)), sequences)[1]
+        )
+        begin = time.monotonic()
+        post(served, max_tokens=1)
+        assert begin <= sequences[0].added <= sequences[0].first_token
+
+
+def request_of(**fields):
+    """A whole request, as bytes."""
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 5} | fields)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+    return f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+def test_keys_and_values_have_a_bound(llm, monkeypatch, tmp_path):
+    token = llm.model.token_bytes
+    cache = llm.target().cache
+    cache.make_room(0, 1)
+    assert token == cache.storage[0].nbytes // cache.capacity(1)
+    with (
+        serving(llm, kv_memory=f"{2 * 256 * token}", max_concurrent=8) as served,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert served.server.ready.context == 512
+        engine = served.server.loop.engine
+        running = pool.submit(post, served, n=6, max_tokens=60, logit_bias=no_end(served))
+        served.wait(lambda: engine.running)
+        assert (engine.running, engine.waiting) == (2, 4)
+        assert len(running.result()["choices"]) == 6
+    for given, said in (("5", "--kv-memory must have room for a sequence"), ("2 GB", "kv_memory must be")):
+        with pytest.raises(lookahead.SettingsError, match=said):
+            Preparer(llm, Settings(kv_memory=given), "toy")
+    # By default, half of what is free, in the whole system or in the container.
+    folder = tmp_path / "cgroup"
+    folder.mkdir()
+    monkeypatch.setattr(memory, "AVAILABLE", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CONTAINER", folder)
+    assert most_tokens(llm.model, None) == UNLIMITED_TOKENS
+    memory.AVAILABLE.write_text(f"MemFree: 1 kB\nMemAvailable:   {token} kB\n")
+    assert most_tokens(llm.model, None) == 512
+    (folder / "memory.max").write_text(f"{100 * token}\n")
+    (folder / "memory.current").write_text(f"{20 * token}\n")
+    assert most_tokens(llm.model, None) == 40
+    assert most_tokens(llm.model, "1m") == (1 << 20) // token
 
 
 # ------------------------------------------------------------------------------------------ logs

@@ -4,12 +4,14 @@ import json
 import random
 import re
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
 
 from lookahead.core import Engine, Request, SettingsError, greedy
+from lookahead.core.errors import NotReady
 from lookahead.drafters import Lookahead, Plain, as_drafter
 from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.server.grammar import Constraint, Grammars
@@ -89,6 +91,64 @@ def test_a_long_prompt_does_not_stall_the_others():
     while not long.tokens:
         engine.step()
     assert len(short.tokens) - before >= 80 // 4 - 1
+
+
+def test_a_short_prompt_does_not_wait_for_all_long_ones_before_it():
+    engine = Engine(lambda: FakeTarget(VOCABULARY), prompt_rows=8)
+    long = [engine.add(Request([2 + i] * 200, Plain(), 3)) for i in range(4)]
+    short = engine.add(Request([1] * 5, Plain(), 3))
+    steps = 0
+    while not short.tokens:
+        engine.step()
+        steps += 1
+    assert steps <= 2
+    # The others are evaluated one after the other, so that equal ones can share a prefix.
+    while engine.busy:
+        evaluated = [sequence.evaluated for sequence in long if not sequence.tokens]
+        assert sum(each > 0 for each in evaluated) <= 1
+        engine.step()
+
+
+def test_sequences_wait_until_there_is_memory_for_their_tokens():
+    engine = Engine(lambda: FakeTarget(VOCABULARY), max_tokens=100)
+    made = [engine.add(request) for request in requests(6)]  # up to 69 tokens each
+    made.append(engine.add(Request([1] * 150, Plain(), 3)))  # more than fit, but alone
+    most = 0
+    while engine.busy:
+        engine.step()
+        running = engine.sequences[: engine.running]
+        most = max(most, len(running))
+        assert sum(each.most_tokens for each in running) <= 100 or len(running) == 1
+    assert most > 1
+    assert [sequence.tokens for sequence in made[:6]] == plain_texts(6)
+    assert len(made[6].tokens) == 3
+
+
+class Slow:
+    """A chooser that is not ready at every third call, as a grammar whose mask takes long."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, scores, node):
+        self.calls += 1
+        if self.calls % 3 == 2:
+            raise NotReady("not yet")
+        return scores.best(node)
+
+    def overlap(self, tree):
+        pass
+
+
+@pytest.mark.parametrize("method", ["lookahead", "prompt-lookup", "adaptive", "plain"])
+def test_a_sequence_that_is_not_ready_continues_in_a_later_step(method):
+    engine = Engine(lambda: FakeTarget(VOCABULARY))
+    made = [engine.add(request) for request in requests(3, method)]
+    slow = [engine.add(replace(request, choose=Slow())) for request in requests(3, method)]
+    while engine.busy:
+        engine.step()
+    assert [sequence.tokens for sequence in made] == plain_texts(3)
+    assert [sequence.tokens for sequence in slow] == plain_texts(3)
 
 
 def test_every_prompt_token_is_read_with_the_row_before_it():

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lookahead.server.connections import MOST, SENDING
-from lookahead.server.grammar import ALLOWANCE, LARGEST
+from lookahead.server.grammar import ALLOWANCE, LARGEST, PATIENCE
 from lookahead.server.metrics import Metrics
 from lookahead.server.protocol import DEEPEST, LONGEST_STOP, MOST_STOPS
 from lookahead.server.settings import Settings
@@ -88,5 +88,5 @@ def test_every_limit_in_security_md_names_a_test_that_there_is():
     sources = "".join(path.read_text() for path in (ROOT / "tests").glob("test_server*.py"))
     for name in re.findall(r"`(test_\w+)`", " ".join(rows)):
         assert f"def {name}(" in sources, name
-    for number in (MOST_STOPS, LONGEST_STOP, LARGEST, ALLOWANCE, DEEPEST, SENDING, MOST):
+    for number in (MOST_STOPS, LONGEST_STOP, LARGEST, ALLOWANCE, 1000 * PATIENCE, DEEPEST, SENDING, MOST):
         assert f"{number:,g}" in page, number

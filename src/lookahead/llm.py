@@ -380,7 +380,10 @@ class LLM:
         elif seeds is None:
             first = randbits(62) if chosen.seed is None else chosen.seed
             seeds = range(first, first + len(prompts))
-        requests = [self.prepare(prompt, chosen, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        stops = self.split_stops(chosen)
+        requests = [
+            self.prepare(prompt, chosen, seed, stops) for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
         return self._decode(requests, chosen.batch_size or 1)
 
     def _decode(self, requests: Sequence[Request], batch_size: int) -> Updates:
@@ -408,13 +411,30 @@ class LLM:
 
         return tune(self.model, self.target())
 
-    def prepare(self, prompt: Prompt, options: Options, seed: int | None = None) -> Request:
+    def split_stops(self, options: Options) -> tuple[list[str], frozenset[int]]:
+        """The stop strings and stop tokens of the options (``text.decoder.split_stops``).
+
+        Raises:
+            SettingsError: there are stop strings but no tokenizer, or one of them is not valid.
+        """
+        if options.stops and self.tokenizer is None:
+            raise SettingsError(f"stop strings need a tokenizer, but {self.tokenizer_error}")
+        return split_stops(self.tokenizer, options.stops)
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        options: Options,
+        seed: int | None = None,
+        stops: tuple[list[str], frozenset[int]] | None = None,
+    ) -> Request:
         """The request for one prompt, for ``engine.add``.
 
         Args:
             prompt: a string, chat messages or token ids.
             options: the options of the generation.
             seed: sampling seed; None for greedy decoding.
+            stops: ``split_stops`` of the options, if several requests share it.
 
         Raises:
             SettingsError: the prompt or an option is not valid.
@@ -423,9 +443,7 @@ class LLM:
         length = options.max_new_tokens
         if self.context is not None:
             length = min(length, self.context - len(ids))
-        if options.stops and self.tokenizer is None:
-            raise SettingsError(f"stop strings need a tokenizer, but {self.tokenizer_error}")
-        stops, stop_tokens = split_stops(self.tokenizer, options.stops)
+        strings, stop_tokens = self.split_stops(options) if stops is None else stops
         eos = frozenset() if options.ignore_eos else self.eos
         make_choose = chooser_of(self.model)
         choose, noise = make_choose(
@@ -438,6 +456,6 @@ class LLM:
             choose,
             eos | stop_tokens,
             noise=noise,
-            detokenizer=TextDecoder(self.tokenizer, ids, stops),
+            detokenizer=TextDecoder(self.tokenizer, ids, strings),
             seed=seed,
         )

@@ -133,6 +133,7 @@ class Model(ABC):
         context: the context length in tokens, including the prompt; None for no limit.
         eos: tokens that end a completion; empty if the model does not say.
         sampling: how the model's authors suggest to sample, as fields of ``Options``; empty if they do not say.
+        token_bytes: bytes of the keys and values of a token; 0 if unknown.
         state: what was measured or loaded for the model, by what measured it (cost curves, light heads). Nothing else
             keeps such results, so they end with the model; ``forget`` drops them.
     """
@@ -148,6 +149,7 @@ class Model(ABC):
     context: int | None
     eos: frozenset[int]
     sampling: Mapping[str, float] = MappingProxyType({})
+    token_bytes: int = 0
     state: dict[str, dict[Any, Any]]
 
     # ------------------------------------------------------------------------------- evaluating steps

@@ -39,10 +39,10 @@ from itertools import count
 from time import monotonic
 
 from .drafter import UNLIMITED_ROWS, Drafter, DraftState
-from .errors import LookaheadError, NumericalError, OutOfMemory, SettingsError, failure
+from .errors import LookaheadError, NotReady, NumericalError, OutOfMemory, SettingsError, failure
 from .sequence import Request, Sequence, Update
 from .stats import Stats, timed
-from .target import UNLIMITED_SEQUENCES, Scores, Target
+from .target import UNLIMITED_SEQUENCES, UNLIMITED_TOKENS, Scores, Target
 from .tree import TokenTree
 from .verify import verify
 
@@ -121,6 +121,9 @@ class Engine:
         row_budget: largest number of rows of all trees in one forward pass, or a function from the number of
             sequences to that number. In captured passes, every tree counts as many rows as the largest. Every tree
             keeps its root even if that exceeds the budget.
+        max_tokens: largest number of tokens for which slots have memory, those of finished sequences that are kept
+            included. A sequence waits until there is room for its prompt and its longest completion, but one always
+            runs.
 
     Attributes:
         target: the target; None from a failed forward pass until the next request is admitted.
@@ -139,8 +142,10 @@ class Engine:
         max_sequences: int = UNLIMITED_SEQUENCES,
         prompt_rows: int = UNLIMITED_ROWS,
         row_budget: int | abc.Callable[[int], int] = UNLIMITED_ROWS,
+        max_tokens: int = UNLIMITED_TOKENS,
     ) -> None:
-        for name, value in (("max_sequences", max_sequences), ("prompt_rows", prompt_rows)):
+        numbers = ("max_sequences", max_sequences), ("prompt_rows", prompt_rows), ("max_tokens", max_tokens)
+        for name, value in numbers:
             if value < 1:
                 raise SettingsError(f"{name} must be at least 1, got {value}")
         self._make_target = make_target
@@ -148,6 +153,7 @@ class Engine:
         self.max_sequences = max_sequences
         self.prompt_rows = prompt_rows
         self.row_budget = row_budget
+        self.max_tokens = max_tokens
         self.target: Target | None = target if target is not None else make_target()
         #: Sequences that wait, those whose prompts are being evaluated, and those that decode.
         self._queue: deque[Sequence] = deque()
@@ -274,7 +280,7 @@ class Engine:
 
     def _admit(self) -> abc.Iterator[Update]:
         """Let waiting sequences join while there is room. Yields an update for each one that cannot."""
-        while self._queue and self.running < self.most_running:
+        while self._queue and self.running < self.most_running and self._has_room(self._queue[0]):
             sequence = self._queue.popleft()
             with _ended_by_errors(sequence, "starting the request"):
                 if self.target is None:
@@ -286,6 +292,15 @@ class Engine:
                 self._prefilling.append(sequence)
             if sequence.finish_reason is not None:
                 yield self._update(sequence)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether there is memory for a sequence; drops finished ones for it."""
+        if self.target is None or self.max_tokens == UNLIMITED_TOKENS:
+            return True
+        each = [*self._decoding, *self._prefilling, sequence]
+        left = self.max_tokens - sum(self.target.capacity(one.most_tokens) for one in each)
+        self.target.keep(max(0, left))
+        return left >= 0 or not self.running
 
     def _update(
         self, sequence: Sequence, path: list[int] | None = None, tree: TokenTree | None = None
@@ -321,9 +336,19 @@ class Engine:
     # ------------------------------------------------------------------------------- prompts
 
     def _evaluate_prompts(self) -> None:
-        """Evaluate up to ``prompt_rows`` prompt rows. Sequences with a complete prompt emit their first token."""
+        """Evaluate up to ``prompt_rows`` prompt rows. Sequences with a complete prompt emit their first token.
+
+        Prompts are evaluated in order of arrival, but the shortest may use half of the rows first. Otherwise, a short
+        prompt would wait for all rows of the long ones before it.
+        """
         room = self.prompt_rows
-        for sequence in list(self._prefilling):
+        order = list(self._prefilling)
+        shortest = min(order, key=lambda each: len(each.request.prompt) - each.evaluated)
+        held_back = 0 if shortest is order[0] else room // 2
+        if held_back:
+            order.remove(shortest)
+            order.insert(0, shortest)
+        for sequence in order:
             if room <= 0:
                 break
             if sequence.slot < 0:
@@ -331,9 +356,10 @@ class Engine:
             begin = sequence.evaluated
             with timed("prefill", [sequence.stats]):
                 with _ended_by_errors(sequence, "prompt evaluation", OF_A_PROMPT):
-                    scores, rows = self._evaluate_prompt(sequence, room)
+                    scores, rows = self._evaluate_prompt(sequence, room - held_back)
                     reused = 0 if begin else sequence.cached
                     room -= sequence.evaluated - begin - reused
+                held_back = 0
                 if sequence.finish_reason is not None:
                     continue
                 with _ended_by_errors(sequence, "reading the prompt's logits"):
@@ -421,9 +447,11 @@ class Engine:
                         _state_of(sequence).observe(tree, scores, steps[sequence][0], sequence.fresh)
 
     def _verify(self, sequence: Sequence, tree: TokenTree, scores: Scores) -> list[int]:
-        """Emit the tokens of a step. Returns the accepted path; [] if the step has to be repeated without drafts."""
+        """Emit the tokens of a step. Returns the accepted path; [] if the step has to be repeated."""
         try:
             path, _ = verify(tree, partial(sequence.choose, scores), sequence.emit)
+        except NotReady:
+            return []
         except NumericalError:
             # A masked row can still affect the root: in attention, 0 times NaN is NaN.
             if len(tree) == 1 or sequence.fresh:

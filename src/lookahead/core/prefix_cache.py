@@ -125,6 +125,13 @@ class PrefixTarget(Target):
             self._idle.insert(len(self._idle) if self._texts[inner] else 0, inner)
         self._keep_idle(self._kept)
 
+    def capacity(self, tokens: int) -> int:
+        return self._target.capacity(tokens)
+
+    def keep(self, tokens: int) -> None:
+        while self._idle and sum(self.capacity(len(self._texts[inner])) for inner in self._idle) > tokens:
+            self._keep_idle(len(self._idle) - 1)
+
     def _keep_idle(self, most: int) -> None:
         """Drop finished sequences, the least recently used first, until at most ``most`` are kept."""
         while len(self._idle) > most:

@@ -167,6 +167,11 @@ class Sequence:
         self.stats.prompt_tokens = len(self.request.prompt)
 
     @property
+    def most_tokens(self) -> int:
+        """The largest number of tokens, prompt included."""
+        return len(self.request.prompt) + self.request.max_new_tokens
+
+    @property
     def fresh(self) -> list[int]:
         """The emitted tokens that were not part of an update yet."""
         return self.tokens[self.reported :]

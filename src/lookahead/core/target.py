@@ -18,8 +18,9 @@ BIT_EQUAL = "bit-equal by construction"
 CHECKED = "bit-equal, as checked at load"
 #: Rounding depends on the number of rows in a step, so a near tie may be resolved differently.
 UP_TO_ROUNDING = "equal up to rounding"
-#: No limit of concurrent sequences.
+#: No limit of concurrent sequences, and of their tokens.
 UNLIMITED_SEQUENCES = 1 << 20
+UNLIMITED_TOKENS = 1 << 50
 #: The largest numbers of rows and of sequences in a captured pass; both are padded to powers of two.
 MOST_ROWS, MOST_SEQUENCES = 256, 64
 
@@ -143,6 +144,14 @@ class Target(Protocol):
     def known(self, prompt: Sequence[int]) -> int:
         """The number of tokens of this prompt that would be reused."""
         return 0
+
+    def capacity(self, tokens: int) -> int:
+        """The number of tokens for which a slot with this many tokens has memory."""
+        return tokens
+
+    def keep(self, tokens: int) -> None:
+        """Keep at most this many tokens of finished sequences (``core.prefix_cache``)."""
+        return None
 
     def reuse(self, slot: int, source: int, length: int) -> None:
         """Start a slot with the first ``length`` tokens of another slot; truncate it if both are the same slot.

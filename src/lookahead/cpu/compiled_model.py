@@ -235,6 +235,11 @@ class CompiledModel:
     def _norm(self, norm: Norm) -> NormRecord:
         return NormRecord(self._address(norm.weight), self._address(norm.bias), norm.kind, norm.epsilon)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of a token."""
+        return len(self._layers) * 2 * self.key_heads * self.padded_head * self.fmt.stored.bytes
+
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache of this model's shape."""
         shape = len(self._layers), self.key_heads, self.padded_head

@@ -339,6 +339,13 @@ class KVCache(KVStorage):
         # Compile ``_move`` now instead of in the first step that accepts rows of another branch.
         self._move_rows(np.zeros((1, 1, 1), self._dtype), 1, 0, [])
 
+    def capacity(self, length: int) -> int:
+        """C of a slot with this many tokens."""
+        capacity = self._shape[2]
+        while capacity < length:
+            capacity *= 2
+        return capacity
+
     def make_room(self, slot: int, length: int) -> None:
         if slot < len(self._capacities) and length <= self._capacities[slot]:
             return
@@ -346,9 +353,7 @@ class KVCache(KVStorage):
             self._place(len(self.storage), np.zeros(self._shape, self._dtype))
         old = self.storage[slot]
         layers, heads, have, size = old.shape
-        capacity = have
-        while capacity < length:
-            capacity *= 2
+        capacity = self.capacity(length)
         if capacity > have:
             new = np.zeros((layers, heads, capacity, size), self._dtype)
             new[:, :, :have] = old

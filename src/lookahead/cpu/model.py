@@ -51,6 +51,7 @@ class PackedModel(Model):
         self.context = max_positions if max_positions < NO_LIMIT else None
         self.description = f"{blueprint.name}, {weights} weights, {self.compiled.layout}"
         self.state = {}
+        self.token_bytes = self.compiled.token_bytes
         self._limits = Limits(blueprint.vocabulary, max_positions)
 
     @property

@@ -186,6 +186,9 @@ class CpuTarget(StoredTarget):
         """Positions left after the slot's tokens, up to the model's last one."""
         return max(0, self.facts.max_positions - 1 - self.lengths[slot])
 
+    def capacity(self, tokens: int) -> int:
+        return self.cache.capacity(tokens)
+
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[LogitsRows]:
         """Evaluate prompts sequentially, in chunks of rows, each from the end of the prefix that ``reuse`` copied."""
         scores = []

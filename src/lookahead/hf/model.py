@@ -71,6 +71,16 @@ class HFModel(Model):
         return positions_of(self._config)
 
     @property
+    def token_bytes(self) -> int:  # type: ignore[override]
+        """Of a model whose layers all attend; 0 if the config does not tell the sizes."""
+        config = self._config
+        heads = getattr(config, "num_attention_heads", 0)
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(1, heads)
+        layers = getattr(config, "num_hidden_layers", 0)
+        return int(layers * 2 * key_heads * size * self.module.dtype.itemsize)
+
+    @property
     def eos(self) -> frozenset[int]:  # type: ignore[override]
         given = getattr(self.module.generation_config, "eos_token_id", None)
         return frozenset([given] if isinstance(given, int) else given or ())

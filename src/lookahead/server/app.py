@@ -14,6 +14,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import uvicorn
@@ -110,14 +111,21 @@ async def _answer(
     if body.lookahead is not None and body.lookahead.trace and not body.stream:
         raise SettingsError("lookahead.trace: needs stream, because the trees are sent in chunks")
     server.loop.check_room()  # before the prompts are encoded; ``submit`` counts the requests
+    arrived = monotonic()
     queue: asyncio.Queue[Update] = asyncio.Queue()
     here = asyncio.get_running_loop()
 
     def deliver(update: Update) -> None:
         here.call_soon_threadsafe(queue.put_nowait, update)
 
-    answer = await asyncio.to_thread(prepare)
-    answer.sequences = server.loop.submit(answer.requests, deliver)
+    try:
+        async with asyncio.timeout(server.settings.request_timeout):
+            answer = await asyncio.to_thread(prepare)
+    except TimeoutError:
+        raise server.loop.too_late() from None
+    if await request.is_disconnected():
+        raise Refused("the client disconnected", GONE, "cancelled")
+    answer.sequences = server.loop.submit(answer.requests, deliver, arrived)
     record = request.state.record
     record["response"] = answer.head["id"]
     if server.settings.log_text:

@@ -25,7 +25,7 @@ class EngineThread:
     """The thread and its engine.
 
     Args:
-        load: loads the model; called on the thread.
+        load: loads the model and returns it with ``Engine.max_tokens``; called on the thread.
         settings, metrics: the server's settings and metrics.
         failed: called on the thread when the model cannot be loaded or the loop fails.
         started: called on the thread when the model is ready.
@@ -33,7 +33,7 @@ class EngineThread:
 
     def __init__(
         self,
-        load: Callable[[], LLM],
+        load: Callable[[], tuple[LLM, int]],
         settings: Settings,
         metrics: Metrics,
         failed: Callable[[], None],
@@ -82,12 +82,15 @@ class EngineThread:
         """Load the model and start serving, in the background."""
         self._thread.start()
 
-    def submit(self, requests: abc.Sequence[Request], deliver: Callable[[Update], None]) -> list[Sequence]:
+    def submit(
+        self, requests: abc.Sequence[Request], deliver: Callable[[Update], None], arrived: float
+    ) -> list[Sequence]:
         """Submit requests to the engine, all or none.
 
         Args:
             requests: the sequences to decode.
             deliver: receives every update, on the thread; it must not block.
+            arrived: when the HTTP request arrived, by ``time.monotonic()``; its time limit counts from then.
 
         Raises:
             Refused: see ``check_room``.
@@ -97,6 +100,8 @@ class EngineThread:
             for request in requests:
                 request.tag = deliver
             sequences = [engine.add(request) for request in requests]
+            for sequence in sequences:
+                sequence.added = arrived
             self._wake.notify()
             return sequences
 
@@ -143,11 +148,13 @@ class EngineThread:
     def _run(self) -> None:
         settings = self._settings
         try:
-            engine = self._load().engine(
+            llm, max_tokens = self._load()
+            engine = llm.engine(
                 max_sequences=settings.max_concurrent,
                 prompt_rows=settings.prompt_rows,
                 row_budget=settings.row_budget,
                 prefix_cache=settings.prefix_cache,
+                max_tokens=max_tokens,
             )
             self.engine = engine
             self._started()
@@ -191,10 +198,14 @@ class EngineThread:
             if over:
                 engine.cancel(sequence, Refused("the server is shutting down", 503, "shutting_down"))
             elif now - sequence.added >= self._settings.request_timeout:
-                late = f"the request took longer than {self._settings.request_timeout:g} seconds"
                 # A completion that has begun is returned, and ends as at any other limit.
-                engine.cancel(sequence, None if sequence.tokens else Refused(late, 504, "timeout"))
+                engine.cancel(sequence, None if sequence.tokens else self.too_late())
                 self._late.add(sequence)
+
+    def too_late(self) -> Refused:
+        """The error of a request that reached its time limit before its first token."""
+        late = f"the request took longer than {self._settings.request_timeout:g} seconds"
+        return Refused(late, 504, "timeout")
 
     def _end_all(self, engine: Engine, error: BaseException) -> None:
         """End all sequences after an error of the loop, because nothing will decode them."""

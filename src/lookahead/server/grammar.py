@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core import SettingsError
+from ..core.errors import NotReady
 from .api_errors import Refused
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ MOST_ITEMS = 5000
 #: Processor seconds for the masks of a completion, and what each token adds.
 ALLOWANCE = 0.25
 ALLOWANCE_PER_TOKEN = 0.005
+#: Seconds for which the decoding thread waits for a mask, which is computed beside the forward pass. A sequence whose
+#: mask takes longer continues in a later step, so that the others do not wait for it.
+PATIENCE = 0.002
 #: Annotations of a schema, which do not restrict the output.
 ANNOTATIONS = ("description", "title", "$comment")
 #: How voluntary calls begin and end, as in ``tools``: what the model writes first, the whole beginning, and the end.
@@ -225,12 +229,16 @@ class GrammarProcess:
 
         Raises:
             Refused: the grammar rejects a token that was emitted, or takes too much time.
+            NotReady: the mask is not computed yet.
         """
         if self._seen is None:
             self._seen = ids.shape[1]
         for token in ids[0, self._seen :].tolist():
             self.accept(token)
-        mask = self._first if self._mask is None else self._mask.result()
+        try:
+            mask = self._first if self._mask is None else self._mask.result(PATIENCE)
+        except TimeoutError:
+            raise NotReady(f"{self._param}: the mask of the next token is not computed yet") from None
         packed = np.frombuffer(mask, np.uint8)
         allowed = np.unpackbits(packed, count=self._vocabulary, bitorder="little").astype(bool)
         scores[0, ~allowed] = float("-inf")  # both an array and a tensor can be indexed by an array

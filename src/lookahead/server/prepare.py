@@ -23,6 +23,7 @@ from ..text.prompts import PromptTooLong, encode, has_chat_template
 from .api_errors import Refused
 from .grammar import Constraint, GrammarProcess, Grammars
 from .logprobs import LogProbs
+from .memory import most_tokens
 from .protocol import ChatRequest, CompletionRequest, Generating, LookaheadFields, plain
 from .responses import Answer, ChatAnswer, CompletionAnswer
 from .settings import Settings
@@ -51,9 +52,10 @@ class Preparer:
     Attributes:
         context: maximum sequence length in tokens, prompt included. It is within the model's limit and below the
             length at which its rotary positions change, because sequences on either side cannot share a pass.
+        max_tokens: maximum number of tokens of all sequences; see ``Engine``.
 
     Raises:
-        SettingsError: --max-model-len exceeds the model's limit.
+        SettingsError: --max-model-len exceeds the model's limit, or what fits in memory.
     """
 
     def __init__(self, llm: LLM, settings: Settings, name: str) -> None:
@@ -74,7 +76,13 @@ class Preparer:
                 f"--max-model-len must be at most {self.longest} with this model "
                 f"(its context has {llm.context} tokens), got {asked}; use a smaller value or omit it"
             )
-        asked = asked if asked is not None else DEFAULT_LENGTH
+        self.max_tokens = most_tokens(llm.model, settings.kv_memory)
+        if self.max_tokens < (asked or 2):
+            raise SettingsError(
+                f"--kv-memory must have room for a sequence, but only {self.max_tokens} tokens of "
+                f"{llm.model.token_bytes} bytes fit; give more, or a smaller --max-model-len"
+            )
+        asked = asked if asked is not None else min(DEFAULT_LENGTH, self.max_tokens)
         self.context = asked if self.longest is None else min(asked, self.longest)
 
     def warm_up(self) -> None:
@@ -248,10 +256,12 @@ class Preparer:
         grammar = self._grammars.process(constraint) if constraint is not None else None
         seed = random.getrandbits(62) if body.seed is None else body.seed
         requests = []
+        stops = None
         for index, ids in enumerate(ids for ids in prompts for _ in range(body.n or 1)):
             follow = grammar.copy() if grammar is not None else None
             options = self._options(body, ids, max_tokens, follow)
-            request = self.llm.prepare(ids, options, seed + index if options.sampled else None)
+            stops = stops or self.llm.split_stops(options)
+            request = self.llm.prepare(ids, options, seed + index if options.sampled else None, stops)
             if follow is not None:
                 request.finished = follow.accept
             if body.stop_token_ids:

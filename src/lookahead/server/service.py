@@ -48,13 +48,13 @@ class Server:
         )
         self._created = monotonic()
 
-    def _prepare(self) -> LLM:
+    def _prepare(self) -> tuple[LLM, int]:
         llm = self._load()
         self.name = self.name or Path(llm.name).name
         preparer = Preparer(llm, self.settings, self.name)
         preparer.warm_up()
         self.preparer = preparer
-        return llm
+        return llm, preparer.max_tokens
 
     def _log_failure(self) -> None:
         if self.loop.engine is None:  # later errors are logged where they end the requests

@@ -5,6 +5,7 @@ of precedence."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import inf
@@ -29,6 +30,17 @@ POSITIVE_SECONDS = ("a number above 0", lambda given: _seconds(given) and given 
 SECONDS = ("a number of at least 0", _seconds)
 
 
+#: What letters at the end of a number of bytes stand for.
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+SIZE = re.compile(r"(\d{1,15})([KMGT]?)", re.IGNORECASE)
+
+
+def bytes_of(given: str) -> int:
+    """The number of bytes that a size such as 500M or 2G stands for; 0 if it is none."""
+    found = SIZE.fullmatch(given)
+    return int(found[1]) * UNITS[found[2].upper()] if found is not None else 0
+
+
 def _trimmed(given: str) -> bool:
     return given.strip() == given != ""
 
@@ -42,6 +54,7 @@ def _host(given: str) -> bool:
         return False
 
 
+BYTES = ("a number of bytes, as in 500M or 2G", lambda given: bytes_of(given) > 0)
 KEY = ("at least 1 character, without spaces at its ends; leave it out for none", _trimmed)
 HOST = ("an address or a host name; 0.0.0.0 is all addresses", _host)
 
@@ -122,6 +135,13 @@ class Settings(MachineOptions, DrafterOptions):
         256,
         "Prompt rows in one pass; longer prompts are evaluated in chunks, alternating with steps.",
         COUNT,
+    )
+    kv_memory: str | None = option(
+        None,
+        "Memory for the keys and values of all sequences, those of the prefix cache included, as in 500M or 2G; "
+        "requests wait until there is room. The default is half of what is free when the model has been loaded.",
+        BYTES,
+        metavar="SIZE",
     )
     prefix_cache: int = prefix_cache_option(8, rule=at_least(0, 1024))
     max_body_bytes: int = option(4 << 20, "Maximum size of a request body, in bytes.", at_least(1024))
