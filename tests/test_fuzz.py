@@ -1,19 +1,52 @@
 """A short run of the differential fuzzer, and proof that it can fail."""
 
+from collections import Counter
+
 import pytest
 
 import fuzz
 from lookahead import Adaptive
+from lookahead.core import Stats
 from lookahead.drafters.adaptive.sources.light_head import HeadSource
 
-pytestmark = pytest.mark.filterwarnings("ignore:lookahead.generate runs this model with plain decoding")
+pytestmark = pytest.mark.filterwarnings("ignore:lookahead.generate runs this model")
 
 
-def test_no_case_differs():
-    report = fuzz.fuzz(least=48)
+@pytest.mark.parametrize("first", range(0, 300, 50))
+def test_no_case_differs(first):
+    report = fuzz.fuzz(least=50, first=first)
     assert not report.found, "\n".join(report.found)
-    assert report.engine >= 6
+    assert report.engine == 25
+    assert report.families["gguf"] >= 5
     assert report.tokens >= 2000
+
+
+def test_drafts_are_accepted(monkeypatch):
+    """Otherwise, the comparison would show nothing."""
+    steps = Counter()
+    count_step = Stats.count_step
+    monkeypatch.setattr(
+        Stats,
+        "count_step",
+        lambda stats, *given: (steps.update([given[2] > 1]), count_step(stats, *given))[1],
+    )
+    fuzz.fuzz(least=12, first=1)
+    assert steps[True] > 50
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_case_is_printed_as_a_script(number, capsys):
+    script = fuzz.case_of(number).script()
+    assert len(script.splitlines()) <= 20
+    exec(script, {})
+    assert capsys.readouterr().out.splitlines()[-1] == "equal"
+
+
+def test_the_script_of_a_finding_shows_it(capsys, accept_a_wrong_node):
+    cases = (fuzz.EngineCase.of(number) for number in range(3, 63, 4))
+    found = next(case for case in cases if case.difference()[0])
+    exec(found.script(), {})
+    assert "differ" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.filterwarnings("error:.*drafting continues without this base table")
@@ -57,4 +90,4 @@ def test_a_case_follows_from_its_number_alone():
 
 
 def test_it_finds_a_wrong_token_of_the_engine(accept_a_wrong_node):
-    assert any(" of prompt " in fuzz.EngineCase.of(number).difference()[0] for number in range(3, 63, 4))
+    assert any("prompt " in fuzz.EngineCase.of(number).difference()[0] for number in range(3, 63, 4))
