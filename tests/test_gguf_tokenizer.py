@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
@@ -17,7 +19,15 @@ from lookahead.core import SettingsError
 from lookahead.core.errors import Unsupported
 from lookahead.gguf.file import GGUFFile
 from lookahead.text.prompts import encode
-from lookahead.text.tokenizer import GGUFTokenizer, build_tokenizer, byte_alphabet, end_tokens, merges_of
+from lookahead.text.tokenizer import (
+    SHORT,
+    GGUFTokenizer,
+    build_tokenizer,
+    byte_alphabet,
+    end_tokens,
+    merges_of,
+    read_tokenizer,
+)
 
 #: In addition to prose and code: known difficult input.
 AWKWARD = [
@@ -63,8 +73,7 @@ def smollm():
 
 
 def tokenizer_of(path):
-    metadata = GGUFFile(path).metadata
-    return GGUFTokenizer(build_tokenizer(metadata), metadata)
+    return read_tokenizer(GGUFFile(path).metadata)
 
 
 def same(ours, theirs, texts):
@@ -289,9 +298,15 @@ def test_byte_level_tokens_equal_those_of_transformers(pre):
     if pre is not None:
         metadata["tokenizer.ggml.pre"] = pre
     ours, theirs = build_tokenizer(metadata), by_transformers(metadata)
+    partly = read_tokenizer(metadata)
     for text in [*AWKWARD, "the the 123 1234<|endoftext|>x<think>größe"]:
-        assert ours.encode(text).ids == theirs.encode(text).ids, text
-        assert ours.decode(ours.encode(text).ids) == theirs.decode(theirs.encode(text).ids)
+        ids = theirs.encode(text).ids
+        assert ours.encode(text).ids == ids, text
+        assert ours.decode(ids) == theirs.decode(ids)
+        assert partly(text).input_ids == ids
+        assert partly.decode(ids) == ours.decode(ids, skip_special_tokens=False)
+        assert partly.decode(ids, skip_special_tokens=True) == ours.decode(ids)
+    assert "backend_tokenizer" not in partly.__dict__
 
 
 def test_control_tokens_outside_the_byte_alphabet_are_whole():
@@ -320,7 +335,7 @@ def test_control_tokens_outside_the_byte_alphabet_are_whole():
         "tokenizer.ggml.add_bos_token": True,
         "tokenizer.chat_template": "<｜User｜>{{ message }}<|end|>",
     }
-    tokenizer = GGUFTokenizer(build_tokenizer(metadata), metadata)
+    tokenizer = read_tokenizer(metadata)
     ids = tokenizer("<｜User｜>é<｜tool｜><|end|><｜end▁of▁sentence｜>").input_ids
     e_acute = [tokens.index(byte_alphabet()[byte]) for byte in "é".encode()]
     assert ids == [begin, user, *e_acute, tool, turn, end]
@@ -332,6 +347,33 @@ def test_control_tokens_outside_the_byte_alphabet_are_whole():
     encoding = tokenizer("é")
     assert not hasattr(encoding, "offsets")
     assert copy.deepcopy(encoding) == encoding
+
+
+@given(st.text(st.sampled_from("theTHE 12\n<|>éß東_-") | st.characters(codec="utf-8"), max_size=60))
+def test_a_part_of_a_vocabulary_encodes_as_the_whole(text):
+    partly, whole = partly_and_whole()
+    for special in (True, False):
+        assert partly(text, add_special_tokens=special).input_ids == (
+            whole.encode(text, add_special_tokens=special).ids
+        )
+
+
+@cache
+def partly_and_whole():
+    metadata = GGUFFile(smollm()).metadata | {"tokenizer.ggml.add_bos_token": True}
+    return read_tokenizer(metadata), build_tokenizer(metadata)
+
+
+def test_a_long_text_builds_the_whole_tokenizer():
+    metadata = GGUFFile(smollm()).metadata
+    partly, (_, whole) = read_tokenizer(metadata), partly_and_whole()
+    texts = ["".join(lines())[:SHORT], "".join(lines())[: SHORT + 1]]
+    for text, built in zip(texts, (False, True), strict=True):
+        ids = whole.encode(text, add_special_tokens=False).ids
+        assert partly(text).input_ids == ids
+        assert partly.decode(ids) == whole.decode(ids, skip_special_tokens=False)
+        assert ("backend_tokenizer" in partly.__dict__) == built
+    assert len(partly) == len(GGUFTokenizer(whole, metadata))
 
 
 def test_a_token_that_would_take_hours_to_split():
@@ -364,7 +406,7 @@ def test_merges_are_in_the_order_of_transformers():
     ],
 )
 def test_another_kind_is_left_to_transformers(metadata):
-    assert build_tokenizer(metadata) is None
+    assert read_tokenizer(metadata) is None
 
 
 @pytest.mark.parametrize("pre", ["deepseek-llm", "deepseek-coder", "deepseek-v3", "\x1b[31m" * 10**6])
@@ -372,7 +414,7 @@ def test_an_unknown_rule_for_pieces_is_refused(pre):
     """transformers would use GPT-2's rule."""
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": []}
     with pytest.raises(Unsupported, match=r"by a rule that is not known here .*pre is [\w\\[.-]{1,60}\)$"):
-        build_tokenizer(metadata)
+        read_tokenizer(metadata)
 
 
 @pytest.mark.parametrize(("pre", "rule"), [("command-r", "smollm"), ("glm4", "dbrx"), ("olmo", "gpt-2")])
@@ -395,8 +437,18 @@ def test_names_of_one_rule(pre, rule):
 
 def refused(words, metadata):
     with pytest.raises(SettingsError, match=words) as error:
-        build_tokenizer(metadata)
+        read_tokenizer(metadata)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("merge", ["a zz", "ab", "a  b", "q w e"])
+def test_a_merge_without_a_token_is_refused(merge):
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [*byte_alphabet().values(), "ab", "abc"],
+        "tokenizer.ggml.merges": ["a b", merge, "ab c"],
+    }
+    refused("each of its merges must join two tokens of the vocabulary into a third, got", metadata)
 
 
 def test_a_chat_template_must_be_a_string():

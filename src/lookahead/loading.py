@@ -29,7 +29,7 @@ from .llm import LLM
 from .model import Model
 from .option import refuse_unknown
 from .options import GRAPH_MEMORY, LoadOptions
-from .text.tokenizer import GGUFTokenizer, build_tokenizer
+from .text.tokenizer import read_tokenizer
 from .threads import set_thread_count
 
 if TYPE_CHECKING:
@@ -374,15 +374,15 @@ def _read_tokenizer(place: Place, file: GGUFFile, chosen: LoadOptions) -> tuple[
     if "tokenizer.ggml.tokens" not in metadata:
         return None, f"{place.name} contains none"
     try:
-        backend = build_tokenizer(metadata)
+        tokenizer = read_tokenizer(metadata)
     except Unsupported as error:
         return None, f"that of {place.name} cannot be used: {error}"
     except SettingsError as error:
         raise SettingsError(
             f"the tokenizer of {place.name} is damaged: {error}; download or convert the file again"
         ) from None
-    if backend is not None:
-        return GGUFTokenizer(backend, metadata), ""
+    if tokenizer is not None:
+        return tokenizer, ""
     if find_spec("transformers") is None:
         return None, f"that of {place.name} needs transformers; {INSTALL}"
     return Checkpoint(place.name, None, file, chosen).read_tokenizer()

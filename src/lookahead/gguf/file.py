@@ -413,27 +413,28 @@ class _Reader:
     def strings(self, count: int) -> list[str]:
         """Consecutive strings. A tokenizer has more than 100,000, so this loop calls no method of this class."""
         data = self.data
-        at = self.at
-        size = self.size
         length_at = struct.Struct("<Q").unpack_from
-        texts = []
+        texts = list[str]()
+        add = texts.append
+        begin = self.at + 8
         try:
             for _ in range(count):
-                (length,) = length_at(data, at)
-                at += 8
-                if length > size - at:
-                    raise _Damaged(
-                        f"the string at byte {at:,} claims {length:,} bytes, but {size - at:,} are left"
-                    )
-                if at + length > len(data):
+                (length,) = length_at(data, begin - 8)
+                end = begin + length
+                if end > len(data):
+                    if end > self.size:
+                        left = self.size - begin
+                        raise _Damaged(
+                            f"the string at byte {begin:,} claims {length:,} bytes, but {left:,} are left"
+                        )
                     raise _Longer
-                texts.append(data[at : at + length].decode())
-                at += length
+                add(data[begin:end].decode())
+                begin = end + 8
         except struct.error:
             raise self.ends() from None
         except UnicodeDecodeError as error:
-            raise _Damaged(f"the string at byte {at:,} must be UTF-8: {error.reason}") from None
-        self.at = at
+            raise _Damaged(f"the string at byte {begin:,} must be UTF-8: {error.reason}") from None
+        self.at = begin - 8
         return texts
 
     def value(self, kind: int, key: str) -> Any:
