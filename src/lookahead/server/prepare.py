@@ -87,6 +87,8 @@ class Preparer:
 
     def warm_up(self) -> None:
         """Compile, measure the cost of steps, and render the chat template, before the first request."""
+        # Many prompts are encoded sooner by the whole tokenizer than each by a part of its vocabulary.
+        getattr(self.llm.tokenizer, "backend_tokenizer", None)
         if has_chat_template(self.llm.tokenizer):
             # A template may reject these messages.
             with suppress(SettingsError):

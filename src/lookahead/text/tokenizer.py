@@ -340,7 +340,7 @@ class ByteLevel:
     def of(self, text: str) -> Tokenizer:
         """A tokenizer that encodes this text as the whole vocabulary does."""
         split = self._splitter.encode(text, add_special_tokens=False)
-        pieces = dict[int, str]()
+        pieces = dict[int | None, str]()
         for word, token in zip(split.word_ids, split.tokens, strict=True):
             pieces[word] = pieces.get(word, "") + token
         known, vocabulary = self.vocabulary, dict(self._always)
