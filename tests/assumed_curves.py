@@ -1,13 +1,12 @@
 """Cost curves without measuring, which takes two seconds for each model: models have the assumed curve."""
 
-from lookahead.drafters.adaptive import measure, model_curves
+from lookahead.drafters.adaptive import model_curves
 from lookahead.drafters.adaptive.cost import CostCurve
 
 load_or_measure = model_curves.load_or_measure
 
 
 def _assumed(target, name, notice, on_gpu):
-    measure.warm_up(target)
     return CostCurve.assumed(on_gpu)
 
 

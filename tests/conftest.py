@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
@@ -46,7 +45,6 @@ if not LIGHT:
 #: processes, real models, model families, and GPU kernels, which are interpreted here. The longest come first
 #: (``pytest --durations=20`` lists them). Others have the mark ``slow`` where they are defined.
 SLOW = (
-    "test_first_start::test_nothing_is_compiled*",
     "test_gpu_check::*",
     "test_lookahead_budget::test_at_64_rows*",
     "test_attention_compile::test_the_kernels*",
@@ -86,34 +84,17 @@ SLOW = (
     "test_gguf_header::test_a_real_file*",
     "test_learn::*",
 )
+
+
 #: Compile the float32 and bfloat16 passes, and the packed-weight passes with the drafters' code; 20 s each.
-#: The first loads with drafter="off", or it would compile the drafters' code too.
-COMPILE = (
-    "import lookahead; "
-    "[lookahead.load('tiny', dtype=name, drafter='off').path for name in ('float32', 'bfloat16')]",
-    "import lookahead; lookahead.load('tiny', weights='q8_0').generate('def add', max_new_tokens=20)",
-)
-
-
-def has_compiled(package):
-    """Whether numba's cache for a package is newer than the package's files."""
-    kept = [file.stat().st_mtime for file in package.rglob("__pycache__/*.nbi")]
-    return bool(kept) and min(kept) > max(file.stat().st_mtime for file in package.rglob("*.py"))
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config, specs):
-    """In a fresh clone, compile shared code before the workers start, or each would compile its own."""
+    """In a checkout whose kernels must be built, build them before the workers wait for it."""
     source = str(Path(__file__).parents[1] / "src")
-    if all(has_compiled(Path(source, "lookahead", *names)) for names in [("cpu",), ("drafters", "adaptive")]):
-        return
-    with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | {"XDG_CACHE_HOME": cache, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-        commands = [[sys.executable, "-c", each] for each in COMPILE]
-        for process in [
-            subprocess.Popen(each, env=environment, stderr=subprocess.DEVNULL) for each in commands
-        ]:
-            process.wait()  # failures here recur in the tests, in detail
+    environment = os.environ | {"PYTHONPATH": source}
+    subprocess.run(
+        [sys.executable, "-c", "from lookahead import machine_code as m; m.load()"], env=environment
+    )
 
 
 #: Whether the reference for the Gemma 2 tests is wrong.

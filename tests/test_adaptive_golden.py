@@ -1,6 +1,5 @@
 """The adaptive drafter's trees and learned state match the recorded ones (with the JIT off: test_cpu_target)."""
 
-import errno
 import gzip
 import json
 import random
@@ -225,40 +224,3 @@ def test_seeded_noise_through_the_whole_loop():
     assert found[0] == found[1]
     trees = [TokenTree.of(tokens, parents) for tokens, parents, _ in found[0]]
     assert max(max(tree.depths) for tree in trees) > 32
-
-
-def test_without_a_folder_to_write_to_the_code_is_compiled_in_each_process(monkeypatch):
-    from lookahead import jit as compiling
-
-    def no_folder(*arguments):
-        raise RuntimeError("cannot cache function: no locator available")
-
-    monkeypatch.setattr(compiling, "_Cache", no_folder)
-
-    @compiling.entry
-    def double(value):
-        return 2 * value
-
-    assert double(3) == 6
-    assert double(4) == 8
-
-
-def test_code_that_the_disk_has_no_room_for_is_compiled_and_used(monkeypatch):
-    from numba.core.caching import IndexDataCacheFile
-
-    from lookahead import jit as compiling
-
-    saves = []
-
-    def full(*arguments):
-        saves.append(arguments)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(IndexDataCacheFile, "save", full)
-
-    @compiling.entry
-    def triple(value):
-        return 3 * value
-
-    assert triple(3) == 9
-    assert saves

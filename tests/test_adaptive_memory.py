@@ -1,4 +1,4 @@
-"""Passing many arrays to compiled code: ``jit.pack`` and ``jit.unpack_as``."""
+"""Passing many arrays to compiled code: ``machine_code.pack``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import pytest
 
-from lookahead.jit import entry, pack, unpack_as
+from lookahead.machine_code import entry, pack
 
 
 class Inner(NamedTuple):
@@ -21,12 +21,8 @@ class Outer(NamedTuple):
     two: tuple[Inner, Inner]
 
 
-unpack = unpack_as(Outer)
-
-
 @entry
-def scaled_sums(packed: Any) -> int:
-    outer = unpack(packed)
+def scaled_sums(outer: Outer) -> int:
     for part in (outer.inner, outer.two[0], outer.two[1]):
         for row in range(part.numbers.shape[0]):
             for column in range(part.numbers.shape[1]):
@@ -52,5 +48,5 @@ def test_a_packed_tuple_has_the_same_shapes_strides_and_memory_in_compiled_code(
 )
 def test_an_array_of_another_kind_is_refused(sums):
     inner = Inner(np.zeros((1, 1), np.float32), 1)
-    with pytest.raises(TypeError, match="an array must be array"):
+    with pytest.raises(TypeError, match="an array must be float64 of 1 dimensions without gaps"):
         pack(Outer(sums, inner, (inner, inner)))

@@ -221,7 +221,7 @@ def test_a_curve_is_kept_by_machine_and_model(cache, monkeypatch):
     save_curve("a", CURVE)
     assert load_curve("a", pytest.fail) == CURVE
     assert load_curve("b", pytest.fail) is None
-    monkeypatch.setattr(model_curves, "get_host_cpu_name", lambda: "another processor")
+    monkeypatch.setattr(model_curves.processor, "name", lambda: "another processor")
     assert load_curve("a", pytest.fail) is None
 
 
@@ -385,10 +385,10 @@ def test_a_curve_of_llama_cpp_is_for_the_device_it_runs_on():
 def test_code_for_another_processor_has_a_curve_of_its_own(monkeypatch):
     """With AVX2 instead of AVX-512, four rows of packed weights cost twice as much as one."""
     compiled = type("Compiled", (FakeTarget,), {"runs_compiled": True})()
-    monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
+    monkeypatch.delenv("LOOKAHEAD_LEVEL", raising=False)
     own = cost_path(compiled)
-    monkeypatch.setenv("NUMBA_CPU_NAME", "haswell")
-    assert cost_path(compiled) == f"{own}, compiled for haswell"
+    monkeypatch.setenv("LOOKAHEAD_LEVEL", "x86-64-v3")
+    assert cost_path(compiled) == f"{own}, compiled for x86-64-v3"
     assert cost_path(FakeTarget()) == FakeTarget.path
 
 

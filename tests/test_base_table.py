@@ -119,6 +119,10 @@ def test_the_entry_is_that_of_the_longest_known_context(given, trie):
 def test_compiled_code_finds_the_same(trie):
     from numba import njit
 
+    from lookahead.builder import register
+
+    register()
+
     @njit
     def find(trie, before, previous, last):
         return base_table.find_entry(trie, before, previous, last)

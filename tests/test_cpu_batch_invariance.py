@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -16,30 +15,20 @@ import pytest
 import torch
 from numba import cfunc, njit, types
 
+from lookahead.builder import register
 from lookahead.core import TokenTree, greedy
 from lookahead.core.errors import NumericalError
 from lookahead.cpu.compiled_model import CompiledModel
 from lookahead.cpu.execution_plan import ExecutionState
-from lookahead.cpu.kernels.formats import FORMATS
-from lookahead.cpu.kernels.processor import PAIRS, TILES
-from lookahead.cpu.kernels.thread_pool import (
-    AWAKE,
-    NAP,
-    PATIENCE,
-    SPINS,
-    ThreadPool,
-    Worker,
-    _post,
-    _serve,
-    control_block,
-    restart,
-    take,
-    thread_pool,
-)
+from lookahead.cpu.formats import FORMATS
+from lookahead.cpu.kernels import workers
+from lookahead.cpu.kernels.workers import AWAKE, NAP, PATIENCE, SPINS, Worker, restart, take
 from lookahead.cpu.target import CpuTarget
+from lookahead.cpu.thread_pool import ThreadPool, control_block, post, serve, thread_pool
 from lookahead.hf.logits import LogitsBatch
 from lookahead.hf.module_families import blueprint_of
 from lookahead.hf.paths import make_target
+from lookahead.processor import has_pairs, has_tiles
 from lookahead.sampling.choose import Chooser
 from lookahead.sampling.noise import SeededNoise
 from lookahead.testing import assert_same_as_autoregressive
@@ -130,9 +119,9 @@ def test_a_trees_rows_have_the_bits_of_plain_decoding(family: str, dtype: torch.
 @pytest.mark.parametrize("kind", ["vectors", "pairs", "tiles"])
 def test_every_kind_of_product_has_these_bits(kind: str) -> None:
     """For processors with and without matrix tiles."""
-    if kind == "pairs" and not PAIRS:
+    if kind == "pairs" and not has_pairs():
         pytest.skip("no AVX512-BF16 here")
-    if kind == "tiles" and not TILES:
+    if kind == "tiles" and not has_tiles():
         pytest.skip("no AMX here")
     target, alone = of_kind(kind), of_kind(kind)
     reference = make_target(tiny("llama", torch.bfloat16), path="transformers")
@@ -279,7 +268,7 @@ def test_a_thread_pool_wakes_from_sleep_and_survives_an_interrupt(threads: int) 
     # As after an interrupt between posting a job and running it.
     state = model._idle.pop()
     pool._owner = state
-    _post(pool.address, model._job, state.address)
+    post(pool.address, model._job, state.address)
     assert torch.equal(target.forward([(0, random_tree(1, 8))])[0].row(0), first)
 
 
@@ -326,7 +315,7 @@ def test_a_helper_stays_awake_between_steps_and_sleeps_without_them() -> None:
     """
     _, ranks, address = control_block(2)
     began = perf_counter()
-    _serve(address, 1)
+    serve(address, 1)
     assert perf_counter() - began > 0.019
     assert ranks["asleep"][1] == 1
 
@@ -359,9 +348,9 @@ def test_a_waiting_helper_polls_by_the_clock_and_then_naps(monkeypatch: pytest.M
     """A fixed number of polls used 85 ms of CPU time on AMD's Zen 3. The uncompiled loop waits here."""
     waits = Waits()
     for name in ("clock", "pause", "yield_core", "sleep"):
-        monkeypatch.setattr(sys.modules[ThreadPool.__module__], name, getattr(waits, name))
+        monkeypatch.setattr(workers, name, getattr(waits, name))
     _, ranks, address = control_block(2)
-    getattr(_serve, "py_func", _serve)(address, 1)
+    workers.serve.function(address, 1)
     assert ranks["asleep"][1] == 1
     assert waits.now > AWAKE
     assert waits.counts["pause"] == SPINS - 1
@@ -369,6 +358,7 @@ def test_a_waiting_helper_polls_by_the_clock_and_then_naps(monkeypatch: pytest.M
     assert waits.counts["sleep"] == pytest.approx((AWAKE - PATIENCE) / (NAP + 50), abs=2)
 
 
+register()
 begin_again = njit(restart)
 
 

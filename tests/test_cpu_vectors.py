@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from numba import njit
 
+from lookahead.builder import register
 from lookahead.cpu.kernels.operations import call
-from lookahead.cpu.kernels.packed_gemm import kernel_address, plain_kernel, quantize, quantized_kernel
+from lookahead.cpu.kernels.packed_gemm import plain_kernel, quantize, quantized_kernel
 from lookahead.cpu.kernels.processor import FUSED
 from lookahead.cpu.kernels.vectors import (
     absolute,
@@ -38,10 +39,11 @@ from lookahead.cpu.kernels.vectors import (
     whole,
     words,
 )
-from lookahead.cpu.packed import KIND_INDEX, KINDS, RECORD
+from lookahead.cpu.packed import KIND_INDEX, KINDS, RECORD, kernel_address
 from test_packed import NAMES, file_bytes, panels_of, rows_of
 
 GENERATOR = np.random.default_rng(3)
+register()
 
 
 def memory_of(values):

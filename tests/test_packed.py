@@ -8,17 +8,29 @@ import numpy as np
 import pytest
 from numba import njit
 
+from lookahead.builder import register
 from lookahead.cpu import packed
-from lookahead.cpu.kernels.formats import ROW_BLOCK
+from lookahead.cpu.formats import ROW_BLOCK
 from lookahead.cpu.kernels.operations import call
-from lookahead.cpu.kernels.packed_gemm import kernel_address, microkernel, quantize
-from lookahead.cpu.packed import KIND_INDEX, KINDS, PANEL, RECORD, decoder_address, pack_panels
+from lookahead.cpu.kernels.packed_gemm import microkernel, quantize
+from lookahead.cpu.packed import (
+    KIND_INDEX,
+    KINDS,
+    PANEL,
+    RECORD,
+    decoder_address,
+    kernel_address,
+    pack_panels,
+)
 
 #: 40 outputs: the last panel of the second group is empty, the one before it half full.
 INNER, OUTPUTS = 512, 40
 #: All kinds, or those that test_cpu_widths.py names.
 NAMES = os.environ.get("KINDS", " ".join(kind.name for kind in KINDS)).split()
 QUANTIZED = [name for name in NAMES if KINDS[KIND_INDEX[name]].bits <= 8]
+
+
+register()
 
 
 @njit

@@ -16,8 +16,7 @@ import lookahead
 from gguf_files import ARCHITECTURES, MIXED, reference_model, unpermuted
 from learned import with_free_head
 from lookahead.core import OutOfMemory, SettingsError, TokenTree
-from lookahead.cpu import gguf_blueprint
-from lookahead.cpu.kernels import formats
+from lookahead.cpu import formats, gguf_blueprint
 from lookahead.cpu.load import read_model
 from lookahead.cpu.model import PackedModel
 from lookahead.drafters import Adaptive, Lookahead, Plain

@@ -33,10 +33,18 @@ CHAT = [{"role": "user", "content": "List three colors, then list them again."}]
 
 def instructions():
     """The processor's vector instructions, on which the rounding of compiled code depends."""
-    from lookahead.cpu.kernels import processor
+    from lookahead import processor
 
-    names = ("FUSED", "TILES", "PAIRS", "VNNI", "PAIRED_BYTES", "HALVES")
-    return " ".join([f"WIDTH={processor.WIDTH}", *(name for name in names if getattr(processor, name))])
+    level = processor.level()
+    having = {
+        "FUSED": level.width > 4,
+        "TILES": processor.has_tiles(),
+        "PAIRS": processor.has_pairs(),
+        "VNNI": level.products == "VNNI",
+        "PAIRED_BYTES": level.products == "AVX2",
+        "HALVES": level.width > 4,
+    }
+    return " ".join([f"WIDTH={level.width}", *(name for name, has in having.items() if has)])
 
 
 def processed(options, ids, scores, eos):

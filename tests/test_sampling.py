@@ -4,6 +4,7 @@ import math
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from lookahead.core import NumericalError, SettingsError, greedy
 from lookahead.hf import sampling as tensors
 from lookahead.hf.logits import LogitsBatch
 from lookahead.hf.sampling import SeededTensors, TensorChooser, gumbel_tensor
-from lookahead.jit import entry
+from lookahead.machine_code import entry
 from lookahead.options import Options
 from lookahead.sampling import draws
 from lookahead.sampling.choose import Chooser, make_choose
@@ -95,9 +96,11 @@ def test_noise_needs_no_float64_on_the_device(monkeypatch):
 
 
 @entry
-def _single(key, position, tokens, found):
+def single_tokens(
+    key: int, position: int, tokens: Annotated[Any, "i8", 1], found: Annotated[Any, "f4", 1]
+) -> None:
     for i in range(len(tokens)):
-        found[i] = gumbel_of(key, position, tokens[i])
+        found[i] = gumbel_of(np.uint64(key), position, tokens[i])
 
 
 @pytest.mark.parametrize("seed", [0, -3, 1 << 70])
@@ -106,7 +109,7 @@ def test_the_noise_of_single_tokens_is_that_of_the_whole_row(seed):
     tokens = np.array([0, 1, 7, 4095, 49_151])
     for position in (0, 17, 100_000):
         found = np.zeros(len(tokens), np.float32)
-        _single(np.uint64(key_of(seed)), position, tokens, found)
+        single_tokens(key_of(seed), position, tokens, found)
         assert np.allclose(found, gumbel(seed, position, 49_152)[tokens], rtol=3e-7, atol=1e-7)
         assert not np.allclose(found, gumbel(seed, position + 1, 49_152)[tokens], rtol=1e-2)
 
@@ -329,7 +332,7 @@ def test_the_search_errs_if_a_bound_is_wrong(name, value, monkeypatch):
     """The test above can fail: groups are skipped too early, or two close scores count as distinct."""
     monkeypatch.setattr(draws, name, value)
     if name != "NOISY":  # the others are compiled in as constants
-        monkeypatch.setattr(draws, "_search", draws._search.py_func)
+        monkeypatch.setattr(draws, "_search", draws._search.function)
     rows = list(rows_to_draw_from())
     if name != "NOISY":
         rows = [row for row in rows if len(row[0]) == 2000]

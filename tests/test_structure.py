@@ -89,11 +89,11 @@ def test_a_circle_would_be_found(text):
 
 
 def test_import_contracts_see_every_import():
-    """Only the package root may import modules dynamically: import contracts miss such imports."""
+    """Only the package root and ``machine_code`` import modules dynamically: import contracts miss such imports."""
     hidden = []
     for name, path in MODULES.items():
         words = {token.string for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)}
-        if words & {"import_module", "__import__"} and name != "lookahead":
+        if words & {"import_module", "__import__"} and name not in ("lookahead", "lookahead.machine_code"):
             hidden.append(name)
     assert not hidden
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -26,14 +26,19 @@ from lookahead.drafters.adaptive.sources.base_table import (
     open_table,
     token_of,
 )
-from lookahead.jit import entry
+from lookahead.machine_code import entry, pack
 
 #: Tokens of a chain.
 LENGTH = 250
 
 
 @entry
-def _walk(trie: Trie, sums: Any, draws: Any, chains: Any) -> None:
+def _walk(
+    trie: Trie,
+    sums: Annotated[Any, "f8", 2],
+    draws: Annotated[Any, "f8", 2],
+    chains: Annotated[Any, "i8", 2],
+) -> None:
     """Continue each chain from its first token.
 
     Args:
@@ -64,7 +69,7 @@ def chains_of(trie: Trie, count: int, seed: int) -> Any:
     sums = np.cumsum(weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-9), axis=1)
     chains = np.full((count, LENGTH + 1), -1)
     chains[:, 0] = [token_of(trie, node) for node in random.choice(first, count, p=odds)]
-    _walk(trie, sums, random.random((count, LENGTH)), chains)
+    _walk(pack(trie), sums, random.random((count, LENGTH)), chains)
     return chains
 
 

@@ -160,8 +160,6 @@ def load_with(chosen: LoadOptions) -> LLM:
     dtype = dtype_name(chosen.dtype)
     if chosen.threads is not None:
         set_thread_count(chosen.threads)
-    if device == "cpu":
-        drafter.precompile()
 
     # Find the model and read it.
     place = find(chosen)

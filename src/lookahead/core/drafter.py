@@ -160,6 +160,3 @@ class Drafter(ABC):
             make_target: makes another target, to measure steps.
         """
         return self
-
-    def precompile(self) -> None:  # noqa: B027
-        """Start to compile, in another process, what sequences on the CPU will need. Called while a model loads."""

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import config as numba_config
 
-from ..core import LookaheadError
+from ..core import LookaheadError, SettingsError
 from ..core.errors import Unsupported, summary
+from ..machine_code import address
 from ..threads import thread_count
-from . import packed
+from . import formats, packed
 from .blueprint import NORMS, Blueprint, LayerParts, Norm
 from .dense import Linear, pack, packed_bytes
 from .execution_plan import (
@@ -27,12 +27,9 @@ from .execution_plan import (
     NormRecord,
     Segment,
 )
-from .kernels import formats
-from .kernels.formats import FORMATS, ArrayMemory, Format, format_for, round_up
-from .kernels.forward_pass import pass_address
-from .kernels.packed_gemm import kernel_address
-from .kernels.thread_pool import thread_pool
-from .packed import GROUP, PackedLinear, decoder_address
+from .formats import FORMATS, ArrayMemory, Format, format_for, round_up
+from .packed import GROUP, PackedLinear, decoder_address, kernel_address
+from .thread_pool import thread_pool
 
 Array = np.ndarray[Any, np.dtype[Any]]
 #: Best tokens per row that every pass finds; as many as the adaptive drafter reads, even when sampling.
@@ -87,7 +84,7 @@ class CompiledModel:
         self._fill()
         # The layers have been read. Drop the function that reads them, which would keep the transformers model alive.
         self.blueprint = replace(blueprint, layers=lambda: iter(()))
-        self._job = pass_address(self.fmt)
+        self._job = address(f"pass_{self.fmt.name}")
         self._idle: deque[ExecutionState] = deque()
 
     def _fill(self) -> None:
@@ -329,13 +326,13 @@ class CompiledModel:
 
 
 def checked(make: Callable[[], CompiledModel]) -> CompiledModel:
-    """The result of ``make``. An unexpected error, such as one of numba or LLVM, is raised as ``Unsupported``."""
-    if numba_config.DISABLE_JIT:
-        raise Unsupported(
-            "numba may not compile here: NUMBA_DISABLE_JIT is set; unset it for compiled passes"
-        )
+    """The result of ``make``. If there is no machine code for this processor, or an unexpected error, such as one of
+    numba or LLVM, it is raised as ``Unsupported``."""
     try:
+        address("serve")
         return make()
+    except SettingsError as error:
+        raise Unsupported(str(error)) from None
     except (MemoryError, Unsupported, LookaheadError):
         raise
     except Exception as error:  # the errors of numba and LLVM have no common class

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..threads import thread_count
-from .kernels.formats import ArrayMemory, Format, round_up
+from .formats import ArrayMemory, Format, round_up
 from .packed import GROUP
 
 Array = np.ndarray[Any, np.dtype[Any]]

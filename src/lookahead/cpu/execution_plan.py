@@ -14,9 +14,9 @@ import numpy as np
 
 from ..core import TokenTree
 from ..core.kv_storage import KVStorage
-from ..jit import entry
+from ..machine_code import kernel
 from ..sampling.top import scratch_words
-from .kernels.formats import ROW_BLOCK, ArrayMemory, Format, round_up
+from .formats import ROW_BLOCK, ArrayMemory, Format, round_up
 from .packed import GROUP
 
 #: Number of columns whose keys are interleaved in the cache, and of columns whose scores are computed at once.
@@ -278,32 +278,6 @@ class ExecutionState:
         self._fields[:] = array("q", [len(tokens), len(reads), len(segments), *addresses, *results])
 
 
-@entry
-def _move(slot: Any, capacity: int, key_heads: int, key_pair: int, length: int, path: Any) -> None:
-    """Move columns ``length + path[i]`` to columns ``length + i``. ``path`` is ascending, so nothing is overwritten
-    early.
-
-    torch is not used for this, because its threads would keep spinning for a while on cores that the next pass needs.
-    Numbers are moved one by one, because numba takes five seconds to compile a slice assignment.
-
-    Args:
-        slot: (layers, 2K, C * D), the heads of a slot, in the order described in ``KVCache``.
-    """
-    layers, heads, numbers = slot.shape
-    size = numbers // capacity
-    for layer, head, index in np.ndindex(layers, heads, len(path)):
-        target, source = length + index, length + path[index]
-        if head >= key_heads:
-            for n in range(size):
-                slot[layer, head, target * size + n] = slot[layer, head, source * size + n]
-        else:
-            to = target // KEY_BLOCK * KEY_BLOCK * size + target % KEY_BLOCK * key_pair
-            start = source // KEY_BLOCK * KEY_BLOCK * size + source % KEY_BLOCK * key_pair
-            for pair in range(size // key_pair):
-                for n in range(pair * KEY_BLOCK * key_pair, pair * KEY_BLOCK * key_pair + key_pair):
-                    slot[layer, head, to + n] = slot[layer, head, start + n]
-
-
 class KVCache(KVStorage):
     """Keys and values in the model's dtype, written in place and moved only by a commit.
 
@@ -336,8 +310,6 @@ class KVCache(KVStorage):
         self.storage: list[np.ndarray[Any, Any]] = []
         self._layouts: list[tuple[int, int, int]] = []
         self._capacities: list[int] = []
-        # Compile ``_move`` now instead of in the first step that accepts rows of another branch.
-        self._move_rows(np.zeros((1, 1, 1), self._dtype), 1, 0, [])
 
     def capacity(self, length: int) -> int:
         """C of a slot with this many tokens."""
@@ -400,10 +372,7 @@ class KVCache(KVStorage):
             if list(path) == list(range(len(path))):  # the rows are in place already
                 continue
             array = self.storage[slot]
-            layers, heads, capacity, _ = array.shape
-            self._move_rows(array.reshape(layers, heads, -1), capacity, length, path)
-
-    def _move_rows(
-        self, numbers: np.ndarray[Any, Any], capacity: int, length: int, path: Sequence[int]
-    ) -> None:
-        _move(numbers, capacity, self.key_heads, self._key_pair, length, np.array(path, np.int64))
+            layers, heads, capacity, size = array.shape
+            rows = np.array(path, np.int64)
+            where = array.ctypes.data, layers, heads, capacity, size, self.key_heads, self._key_pair
+            kernel(f"move_{self._dtype.itemsize}")(*where, length, rows.ctypes.data, len(rows))

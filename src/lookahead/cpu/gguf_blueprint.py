@@ -22,11 +22,10 @@ from ..gguf.families import FREQUENCY_FACTORS
 from ..gguf.file import GGUFFile, Tensor
 from ..gguf.settings import read_settings
 from ..threads import thread_count
-from . import dense
+from . import dense, formats
 from .blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, head_norm_of
 from .dense import Linear, bf16_bits, floats
-from .kernels import formats
-from .kernels.formats import ArrayMemory, round_up
+from .formats import ArrayMemory, round_up
 from .packed import GROUP, KIND_INDEX, KINDS, PANEL, Kind, PackedLinear, pack_panels
 from .weight_cache import MappedPanels, NewPanels
 

@@ -111,8 +111,6 @@ def generate(
     # The target and the engine.
     if graph_memory is not None:
         limit_graphs(ours, graph_memory)
-    if model.device.type == "cpu":
-        chosen.precompile()
     target = fresh()
     warn_about_shortfall(model, target, "lookahead.generate runs this model", again=False, stacklevel=2)
     keeping = KeepingTarget(target) if wants_cache and facts is not None else None

@@ -19,10 +19,9 @@ from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from ..core.errors import Unsupported
-from ..cpu import dense
+from ..cpu import dense, formats
 from ..cpu.blueprint import ACTIVATIONS, NORMS, Array, Blueprint, LayerParts, Norm, head_norm_of
 from ..cpu.dense import Linear
-from ..cpu.kernels import formats
 from .facts import ModelFacts
 from .fingerprint import active_hooks
 from .masks import layer_window

@@ -11,8 +11,8 @@ import numpy as np
 from ..core import SettingsError
 from ..core.errors import Unsupported
 from ..cpu.dense import Linear, floats
+from ..cpu.formats import ArrayMemory, round_up
 from ..cpu.gguf_blueprint import filled, new_panels
-from ..cpu.kernels.formats import ArrayMemory, round_up
 from ..cpu.model import PackedModel
 from ..cpu.packed import BLOCK, GROUP, KIND_INDEX, KINDS, PANEL, Kind, PackedLinear, pack_panels
 from .facts import ModelFacts

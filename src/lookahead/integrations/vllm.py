@@ -133,13 +133,10 @@ class Proposer:
         self._logits: Any = None
 
     def load_model(self, model: Any) -> None:
-        """Hook the model's logits, and compile the drafter before the first request."""
-        from ..drafters.adaptive.measure import compile_all
-
+        """Hook the model's logits."""
         for module in model.modules():
             if type(module).__name__ in LOGITS:
                 module.register_forward_hook(self._keep_logits)
-        compile_all()
 
     def _keep_logits(self, module: Any, inputs: Any, logits: Any) -> None:
         self._logits = logits

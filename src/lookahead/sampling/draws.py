@@ -1,4 +1,4 @@
-"""The argmax of logits plus Gumbel noise, without computing most of the noise. Compiled with numba, without torch.
+"""The argmax of logits plus Gumbel noise, without computing most of the noise. Compiled, without torch.
 
 ``sampling`` defines a drawn token as argmax(logits / T + g), where g_i = -log(-log(u_i)) and u_i are the upper 52
 bits of output i of SplitMix64. Two logarithms for each of V tokens take as long as a row of a small model's forward
@@ -17,11 +17,11 @@ the search is undecided, and the caller evaluates the definition.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from ..jit import compiled, entry
+from ..machine_code import compiled, entry
 
 #: SplitMix64 (Steele, Lea and Flood, 2014): its state increment and the factors of its finalizer.
 GOLDEN = 0x9E3779B97F4A7C15
@@ -67,7 +67,7 @@ def gumbel_of(key: Any, position: int, token: int) -> Any:
 
 
 @entry
-def _peaks(row: Any, peaks: Any) -> None:
+def _peaks(row: Annotated[Any, "f4", 1], peaks: Annotated[Any, "f4", 1]) -> None:
     """Write the largest logit of each group, NaN if one is NaN."""
     for group in range(len(peaks)):
         peak = np.float32(-np.inf)
@@ -79,7 +79,14 @@ def _peaks(row: Any, peaks: Any) -> None:
 
 
 @entry
-def _search(row: Any, peaks: Any, divisor: float, start: Any, noisy: Any) -> int:
+def _search(
+    row: Annotated[Any, "f4", 1],
+    peaks: Annotated[Any, "f4", 1],
+    divisor: float,
+    first_state: int,
+    noisy: Annotated[Any, "u8", 1],
+) -> int:
+    start = np.uint64(first_state)
     top = 0
     for group in range(len(peaks)):
         if np.isnan(peaks[group]):
@@ -134,9 +141,4 @@ def draw(row: Any, peaks: Any, temperature: float, start: int) -> int:
     if peaks is None:
         peaks = np.empty(-(-len(row) // GROUP), np.float32)
         _peaks(row, peaks)
-    return int(_search(row, peaks, float(np.float32(temperature)), np.uint64(start), NOISY))
-
-
-def warm_up() -> None:
-    """Compile both functions, or load them from disk."""
-    draw(np.zeros(GROUP, np.float32), None, 1.0, 0)
+    return int(_search(row, peaks, float(np.float32(temperature)), start, NOISY))

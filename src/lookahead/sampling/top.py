@@ -12,12 +12,12 @@ in argmax. The log-odds of a row that contains NaN are NaN.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from ..jit import compiled, entry, int64
+from ..machine_code import compiled, entry, int64
 
 GROUP = 32
 #: Groups that are first compared as a block, because most blocks contain none of the best groups.
@@ -169,11 +169,11 @@ def _search_of(kind: Any) -> Any:
         values: Any,
         width: int,
         vocabulary: int,
-        peaks: Any,
+        peaks: Annotated[Any, "i4", 1],
         groups: int,
-        scratch: Any,
-        ids: Any,
-        odds: Any,
+        scratch: Annotated[Any, "i8", 1],
+        ids: Annotated[Any, "i4", 1],
+        odds: Annotated[Any, "f4", 1],
         k: int,
     ) -> None:
         """Search all rows, which begin ``width`` numbers apart; their peaks begin ``groups`` apart."""
@@ -192,7 +192,7 @@ def _search_of(kind: Any) -> Any:
                 row * k,
             )
 
-    return entry(search, f"_{8 * np.dtype(kind).itemsize}")
+    return entry(search, f"top_{8 * np.dtype(kind).itemsize}", values=Annotated[Any, kind, 1])
 
 
 _search_32, _search_16 = _search_of(np.int32), _search_of(np.int16)

@@ -25,9 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from ...jit import compiled
+from ...machine_code import compiled
 from ..execution_plan import KEY_BLOCK, QUERY_BLOCK, SCORE_BLOCK
-from .formats import Format
+from ..formats import Format
+from .formats import CODE
 from .operations import floats_at, integers_at
 from .processor import REGISTERS, WIDTH
 from .tiles import load_tile, multiply_tiles, store_tile, zero_tile
@@ -78,7 +79,7 @@ def _score_of(fmt: Format) -> Any:
     """
     if fmt.kind == "tiles":
         return _scores_on_tiles
-    load = fmt.stored.load_columns
+    load = CODE[fmt.stored].load_columns
     key_bytes = KEY_BLOCK * fmt.stored.bytes
 
     # The scores of a fixed number of queries, whose sums stay in registers over all dimensions of the head.
@@ -126,7 +127,7 @@ def _score_of(fmt: Format) -> Any:
 
 def _weighted_sum_of(fmt: Format) -> Any:
     """Make (weights, line, values, columns, out, head, count): out (count, D) += weights @ values of columns."""
-    load, size = fmt.stored.load_columns, fmt.stored.bytes
+    load, size = CODE[fmt.stored].load_columns, fmt.stored.bytes
 
     # A fixed block of queries and vectors of values, whose sums stay in registers over all columns.
     def sums_of(queries: int, vectors: int) -> Any:
@@ -330,10 +331,10 @@ def _sum_values_of(fmt: Format) -> Any:
 def _store_outputs_of(fmt: Format) -> Any:
     """Make ``store_outputs`` of a format."""
     out_at, from_fp32, out_bytes, store_rounded = (
-        fmt.input.pointer,
-        fmt.input.from_fp32,
+        CODE[fmt.input].pointer,
+        CODE[fmt.input].from_fp32,
         fmt.input.bytes,
-        fmt.input.store,
+        CODE[fmt.input].store,
     )
 
     def store_outputs(p: Any, out: int, i: int, count: int, scratch: int) -> None:

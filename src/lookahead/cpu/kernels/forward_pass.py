@@ -7,23 +7,24 @@ work does not affect the result.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from ...jit import MachineCode, compiled
+from ...machine_code import compiled, entry
 from ...sampling.top import search_row_of
 from ..execution_plan import LAYER, PLAN
+from ..formats import Format
 from ..packed import PANEL
+from ..thread_pool import STAGES
 from .attention import attention_of
-from .formats import Format
+from .formats import CODE, COMPILED
 from .gemm import gemm_of
 from .norm_and_rope import SEGMENT_BYTES, norms_of, rotate_of, segment_at
 from .operations import call, floats_at, integers_at, numbers_at, record_at, words_at
 from .packed_gemm import quantize
-from .thread_pool import STAGES, Worker, barrier, restart, share
 from .tiles import configure_tiles, release_tiles
+from .workers import Worker, barrier, restart, share
 
 #: The stages with work stealing: the gemms of a layer, and the LM head.
 QKV, OUTPUT, UP, DOWN, HEAD = range(STAGES)
@@ -32,7 +33,7 @@ plan_at, layer_at = record_at(PLAN), record_at(LAYER)
 
 
 def _embed_of(fmt: Format) -> Any:
-    weights_at, to_fp32, stored_bytes = fmt.stored.pointer, fmt.stored.to_fp32, fmt.stored.bytes
+    weights_at, to_fp32, stored_bytes = CODE[fmt.stored].pointer, CODE[fmt.stored].to_fp32, fmt.stored.bytes
     is_packed = fmt.kind == "packed"
 
     def embed(p: Any, begin: int, end: int) -> None:
@@ -214,14 +215,5 @@ def _pass_of(fmt: Format) -> Any:
     return run
 
 
-@cache
-def _compiled(fmt: Format) -> MachineCode:
-    return MachineCode(_pass_of(fmt), 5, fmt.name)
-
-
-def pass_address(fmt: Format) -> int:
-    """The address of a format's compiled pass, a job for a ``ThreadPool``. It is compiled once and cached on disk.
-
-    Errors of numba and LLVM are not caught; see ``compiled_model.checked``.
-    """
-    return _compiled(fmt).address
+for _format in COMPILED:
+    entry(_pass_of(_format), f"pass_{_format.name}")

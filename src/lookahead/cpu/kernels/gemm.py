@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from ...jit import compiled
+from ...machine_code import compiled
+from ..formats import ROW_BLOCK, Format
 from ..packed import GROUP
 from . import packed_gemm
-from .formats import ROW_BLOCK, Format
+from .formats import CODE
 from .operations import floats_at, prefetch
 from .processor import REGISTERS, WIDTH
-from .thread_pool import share, take
 from .tiles import load_tile, multiply_tiles, store_tile, zero_tile
 from .vector_math import activation, inlined, soft_cap
 from .vectors import (
@@ -39,6 +39,7 @@ from .vectors import (
     store,
     store_block,
 )
+from .workers import share, take
 
 #: Vectors in a group, and row stride of the sums in bytes.
 VECTORS, LINE = GROUP // LANES, packed_gemm.LINE
@@ -104,7 +105,7 @@ def _rows_of(fmt: Format, rows: int) -> Any:
 
     Each row also prefetches its part of the next chunk. ``share`` is the part of 8 rows, in bytes per step.
     """
-    load = load_column_pairs if fmt.kind == "pairs" else fmt.stored.load_columns
+    load = load_column_pairs if fmt.kind == "pairs" else CODE[fmt.stored].load_columns
     column_bytes = fmt.step * fmt.stored.bytes * LANES
     step_bytes = VECTORS * column_bytes
 
@@ -186,7 +187,7 @@ def _add(first: Any, second: Any, line: int, peak: int, a: Any, b: Any, cap: Any
 
 def _gate_of(fmt: Format) -> Any:
     """Make the function that stores the activations of the first 16 outputs times the last 16."""
-    store_rounded = fmt.input.store
+    store_rounded = CODE[fmt.input].store
 
     def gate(first: Any, second: Any, line: int, peak: int, a: Any, b: Any, cap: Any) -> None:
         store_rounded(line, activation(first, a, b) * second)
@@ -196,7 +197,7 @@ def _gate_of(fmt: Format) -> Any:
 
 def _activate_of(fmt: Format) -> Any:
     """Make the function that stores the activations."""
-    store_rounded = fmt.input.store
+    store_rounded = CODE[fmt.input].store
     vector_bytes = LANES * fmt.input.bytes
 
     def activate(first: Any, second: Any, line: int, peak: int, a: Any, b: Any, cap: Any) -> None:
@@ -208,7 +209,7 @@ def _activate_of(fmt: Format) -> Any:
 
 def _keep_logits_of(fmt: Format) -> Any:
     """Make the function that stores logits, and their maximum as the peak; NaN if any logit is NaN."""
-    store_rounded = fmt.stored.store
+    store_rounded = CODE[fmt.stored].store
     vector_bytes = LANES * fmt.stored.bytes
 
     def keep_logits(first: Any, second: Any, line: int, peak: int, a: Any, b: Any, cap: Any) -> None:

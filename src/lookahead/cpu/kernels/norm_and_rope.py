@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from ...jit import compiled
+from ...machine_code import compiled
 from ..execution_plan import KEY_BLOCK, SEGMENT
+from ..formats import Format
 from ..packed import BLOCK
-from .formats import Format
+from .formats import CODE
 from .operations import floats_at, integers_at, record_at
 from .packed_gemm import quantize
-from .thread_pool import barrier, share
+from .workers import barrier, share
 
 #: Up to this many rows, every thread normalizes all rows, which is faster than waiting for the other threads.
 FEW_ROWS = 2
@@ -50,7 +51,7 @@ def statistics(address: int, size: int, norm: Any) -> Any:
 
 def norms_of(fmt: Format) -> tuple[Any, Any, Any]:
     """``norm_rows``, ``add_normed`` and ``keep_states`` of a format."""
-    input_at, from_fp32 = fmt.input.pointer, fmt.input.from_fp32
+    input_at, from_fp32 = CODE[fmt.input].pointer, CODE[fmt.input].from_fp32
     is_packed = fmt.kind == "packed"
 
     def norm_rows(
@@ -118,8 +119,12 @@ def norms_of(fmt: Format) -> tuple[Any, Any, Any]:
 
 def rotate_of(fmt: Format) -> Any:
     """``rotate`` of a format."""
-    query_at, to_query, query_bytes = fmt.query.pointer, fmt.query.from_fp32, fmt.query.bytes
-    stored_at, to_stored, stored_bytes = fmt.stored.pointer, fmt.stored.from_fp32, fmt.stored.bytes
+    query_at, to_query, query_bytes = CODE[fmt.query].pointer, CODE[fmt.query].from_fp32, fmt.query.bytes
+    stored_at, to_stored, stored_bytes = (
+        CODE[fmt.stored].pointer,
+        CODE[fmt.stored].from_fp32,
+        fmt.stored.bytes,
+    )
     pair = fmt.key_pair
 
     def rotate(p: Any, layer: Any, index: int, worker: Any) -> None:

@@ -27,14 +27,13 @@ s = (.5, .25) and dx = 2 the block adds (.5 * 2 * 5, .25 * 2 * 13) = (5, 6.5).
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from ...jit import MachineCode, compiled
-from ..packed import BLOCK, GROUP, PANEL, QUANTIZED, RECORD, SUPER, Kind
-from .formats import ROW_BLOCK
+from ...machine_code import compiled, entry
+from ..formats import ROW_BLOCK
+from ..packed import BLOCK, GROUP, KINDS, PANEL, QUANTIZED, RECORD, SUPER, Kind
 from .operations import call, integers_at, offsets_of, prefetch, record_at, stack_memory
 from .processor import PAIRED_BYTES, VNNI, WIDTH
 from .vector_math import inlined
@@ -286,7 +285,7 @@ def _two_runs(kind: Kind) -> Any:
 
 
 def quantized_kernel(kind: Kind) -> Any:
-    """Make the kernel of a kind of weights of 4 to 8 bits; see ``kernel_address``."""
+    """Make the kernel of a kind of weights of 4 to 8 bits; see ``packed.kernel_address``."""
     block = _one_run(kind) if ONE_RUN else _two_runs(kind)
     quant_bytes, scale_bytes, factor_bytes = kind.quant_bytes, kind.scale_bytes, kind.super_bytes
     grouped = kind.grouped
@@ -328,19 +327,8 @@ def plain_kernel(kind: Kind) -> Any:
     return kernel
 
 
-@cache
-def _compiled(kind: Kind) -> MachineCode:
-    kernel = plain_kernel(kind) if kind.bits > 8 else quantized_kernel(kind)
-    return MachineCode(kernel, 6, kind.name)
-
-
-def kernel_address(kind: Kind) -> int:
-    """The address of a kind's kernel, which is compiled once and cached on disk.
-
-    A kernel is (panel, rows, stride, blocks, count, out); see ``microkernel``. It writes 16 of 32 columns of ``out``.
-    Gemms call kernels by address, so only the kinds in a model are compiled, each only once.
-    """
-    return _compiled(kind).address
+for _kind in KINDS:
+    entry(plain_kernel(_kind) if _kind.bits > 8 else quantized_kernel(_kind), f"gemm_{_kind.name}")
 
 
 @compiled

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ...jit import compiled
+from ...machine_code import compiled
 from .vectors import (
     bits_of,
     floats,

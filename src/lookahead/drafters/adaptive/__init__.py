@@ -1,7 +1,7 @@
 """The adaptive drafter: one calibrated token tree from every training-free source, with as many rows as pay off.
 
 It uses numpy and the core, but neither torch nor a model. docs/adaptive.md explains it. Only ``drafter`` and
-``settings`` are imported here, because the other modules import numpy and numba:
+``settings`` are imported here, because the other modules import numpy:
 
     draft_state             the drafting state of one sequence
     rows, cost              the rule for the number of rows, and its cost curve

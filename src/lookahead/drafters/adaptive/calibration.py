@@ -42,7 +42,7 @@ from typing import Any
 
 import numpy as np
 
-from ...jit import compiled
+from ...machine_code import compiled
 from .layout import BUCKET
 
 PRIOR_WEIGHT = 4.0

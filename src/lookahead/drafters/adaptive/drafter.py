@@ -65,16 +65,11 @@ class Adaptive(AdaptiveSettings, Drafter):
 
     def prepare(self, model: Any, target: Target, make_target: Callable[[], Target]) -> Adaptive:
         """The drafter with the model's cost curve, base table and light head, as far as its settings use them."""
-        from .prepare import prepare  # imports numpy and numba
+        from .prepare import prepare  # imports numpy
 
         return replace(self, for_model=prepare(self, model, target, make_target))
 
-    def precompile(self) -> None:
-        from .measure import precompile  # imports numba
-
-        precompile()
-
     def start(self, sequence: Start) -> AdaptiveDraftState:
-        from .draft_state import AdaptiveDraftState  # imports numpy and numba
+        from .draft_state import AdaptiveDraftState  # imports numpy
 
         return AdaptiveDraftState(self, self.state, sequence, self.for_model)

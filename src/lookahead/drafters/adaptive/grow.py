@@ -33,10 +33,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...jit import compiled, entry, int64
+from ...machine_code import compiled, entry, int64
 from .calibration import MAX_PROBABILITY, NOTHING, OTHER, STATES, ZONE
 from .layout import BY_ARRAY, MATCHES, TO_ASK, index_of
-from .memory import Memory, unpack
+from .memory import Memory
 from .rows import choose, pays
 from .sources import SOURCES
 from .sources.source import TextSource, chain
@@ -288,7 +288,7 @@ def _take(memory: Memory, limit: int, max_depth: int) -> int:
 
 
 @entry
-def grow(packed: Any, limit: int, max_depth: int, rate: float, bias: float, fresh: bool) -> int:
+def grow(memory: Memory, limit: int, max_depth: int, rate: float, bias: float, fresh: bool) -> int:
     """Grow a tree of at most ``limit`` nodes and depth ``max_depth``, and fill in ``memory.drafted``.
 
     Growth ends early when no further row can pay off (``rows.pays``).
@@ -302,7 +302,6 @@ def grow(packed: Any, limit: int, max_depth: int, rate: float, bias: float, fres
         yet; ``SERVICE_WANTED`` plus the number of a source that must serve that row (``Source.serve``). The caller
         then provides it and calls again with ``fresh`` False to continue the same tree.
     """
-    memory = unpack(packed)
     tree = memory.tree
     step = memory.step[0]
     step.rate = rate

@@ -5,11 +5,11 @@ Keys are integers from 0 to 2**62. A slot stores the key plus one, so that zeroe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from ...jit import compiled, entry, int64
+from ...machine_code import compiled, entry, int64
 from .layout import SLOT
 
 
@@ -55,7 +55,7 @@ def remove(slots: Any, key: int) -> None:
 
 
 @entry
-def rehash(old: Any, new: Any) -> None:
+def rehash(old: Annotated[Any, SLOT, 1], new: Annotated[Any, SLOT, 1]) -> None:
     """Insert all keys of one table into an empty one."""
     for slot in range(len(old)):
         if old[slot].key != 0:
@@ -64,7 +64,7 @@ def rehash(old: Any, new: Any) -> None:
 
 
 @entry
-def enter(slots: Any, keys: Any) -> None:
+def enter(slots: Annotated[Any, SLOT, 1], keys: Annotated[Any, "i8", 1]) -> None:
     """Insert distinct keys into an empty table, with their indices in ``keys`` as values."""
     for value in range(len(keys)):
         index = find(slots, keys[value])

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from ...jit import compiled
+from ...machine_code import compiled
 from ...sampling.draws import gumbel_of
 
 

@@ -6,15 +6,15 @@ proposals were correct), the target's token under each row, and the memories of 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from ...jit import compiled, entry, int64
+from ...machine_code import compiled, entry, int64
 from .calibration import count
 from .grow import TEXTS, add, ask
 from .layout import index_of, noise_of
-from .memory import Memory, unpack
+from .memory import Memory
 from .rows import expected_tokens
 from .sources import SOURCES
 from .sources.source import chain
@@ -90,19 +90,24 @@ def _append(memory: Memory, length: int) -> None:
 
 
 @entry
-def learn(packed: Any, ids: Any, odds: Any, length: int, rows: int) -> None:
+def learn(
+    memory: Memory,
+    ids: Annotated[Any, "i4", 2],
+    odds: Annotated[Any, "f4", 2],
+    length: int,
+    rows: int,
+) -> None:
     """Learn from the result of a step.
 
     Fills in ``memory.own``, adds to ``memory.credit`` and sets ``step.expected``.
 
     Args:
-        packed: the memory. Rows from ``sizes.rows`` on were added by others; their token and parent are set.
+        memory: the memory. Rows from ``sizes.rows`` on were added by others; their token and parent are set.
         ids, odds: (rows, top) int32 and float32: the best tokens under each row, and their log-odds against the best.
             Nothing is learned from rows of NaN (a token that is not the target's own may overflow float16).
         length: number of accepted rows and emitted tokens, at the start of ``memory.path`` and ``memory.tokens``.
         rows: number of rows in the step.
     """
-    memory = unpack(packed)
     memory.step[0].expected = expected_tokens(memory)
     for node in range(memory.tree.sizes[0].rows, rows):
         add(memory, int64(memory.tree.nodes[node].parent), int64(memory.tree.nodes[node].token), 0.0)
@@ -113,6 +118,6 @@ def learn(packed: Any, ids: Any, odds: Any, length: int, rows: int) -> None:
 
 
 @entry
-def append(packed: Any, length: int) -> None:
+def append(memory: Memory, length: int) -> None:
     """Append the first ``length`` of ``memory.tokens`` to the sequence without a step."""
-    _append(unpack(packed), length)
+    _append(memory, length)

@@ -1,4 +1,4 @@
-"""Measures the cost curve of a target, and compiles the drafter's code.
+"""Measures the cost curve of a target.
 
 The adaptive drafter itself drafts the timed steps, but the emitted tokens are not the target's: each step emits the
 first child of the root, so that the next root has already been evaluated and has proposals.
@@ -12,14 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 from time import perf_counter
-from typing import Any
-
-import numpy as np
 
 from ...core import OutOfMemory, SettingsError, Start, Target
-from ...core.fake_target import FakeTarget
-from ...jit import compile_ahead
-from ...sampling import draws
 from .cost import CostCurve, fitted
 from .draft_state import AdaptiveDraftState
 from .settings import AdaptiveSettings
@@ -163,46 +157,3 @@ def step(target: Target, state: AdaptiveDraftState, rows: int) -> tuple[int, flo
     state.observe(tree, scores, [0], [tree.tokens[1] if len(tree) > 1 else tree.tokens[0]])
     end = perf_counter()
     return len(tree), evaluated - drafted, drafted - begin + end - evaluated
-
-
-class _NoNoise:
-    """Zero noise, to compile the code for sampling."""
-
-    temperature = 1.0
-    start = 0
-    key = None
-
-    def __init__(self, vocabulary: int) -> None:
-        self._zeros = np.zeros(vocabulary, np.float32)
-
-    def __call__(self, index: int) -> Any:
-        return self._zeros
-
-
-def warm_up(target: Target) -> None:
-    """Draft a few steps, greedy and with noise, to compile all code. All slots of the target must be free."""
-    draws.warm_up()
-    for noise in (None, _NoNoise(target.vocabulary)):
-        for chain in (False, True):
-            settings = AdaptiveSettings(rows=8, chain=chain)
-            start = Start([1 % target.vocabulary], 0, vocabulary=target.vocabulary, noise=noise)
-            state = AdaptiveDraftState(settings, None, start)
-            target.prefill([(0, [0])])
-            try:
-                for _ in range(4):
-                    step(target, state, 8)
-            finally:
-                target.release(0)
-            # A longer sequence enlarges the tables.
-            long = Start(8 * _prompt(target, 64), 0, vocabulary=target.vocabulary, noise=noise)
-            AdaptiveDraftState(settings, None, long).draft(8)
-
-
-def compile_all() -> None:
-    """Draft on a target without a model or torch, greedy and with noise."""
-    warm_up(FakeTarget(512))
-
-
-def precompile() -> None:
-    """Compile the drafter's code in another process, unless this machine has it compiled already."""
-    compile_ahead(compile_all)

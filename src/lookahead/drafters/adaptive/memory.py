@@ -1,14 +1,13 @@
 """``Memory``: all arrays that the compiled code of one sequence reads and writes.
 
-Compiled functions take the whole ``Memory`` and a row number; those called from Python take ``jit.pack(memory)`` and
-begin with ``unpack``. ``sequence`` allocates it; each source allocates and enlarges its own arrays.
+Compiled functions take the whole ``Memory`` and a row number; those that Python calls get
+``machine_code.pack(memory)``. ``sequence`` allocates it; each source allocates and enlarges its own arrays.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-from ...jit import unpack_as
 from .layout import BUCKET, STEP, Tree
 from .sources import SOURCES
 
@@ -38,6 +37,3 @@ class Memory(NamedTuple):
     # (rows,): the target's token under each row of the last step; filled in by ``learn``
     own: Annotated[Any, "i8", 1]
     credit: Annotated[Any, "i8", 1]  # accepted tokens by source; added to by ``learn``
-
-
-unpack = unpack_as(Memory)

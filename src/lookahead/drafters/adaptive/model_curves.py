@@ -16,8 +16,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from llvmlite.binding import get_host_cpu_name
-
+from ... import processor
 from ...core import NumericalError, OutOfMemory, SettingsError, Target
 from ...model import Model
 from ...records import cache_folder, must, not_writable, read_json, replacing
@@ -30,7 +29,7 @@ FORMAT = 6
 GPUS = ("cuda", "gpu")
 #: Seconds of ``lookahead tune``.
 TUNING = 10.0
-#: Held while curves are compiled for and measured, because two threads that measure at once disturb each other.
+#: Held while curves are measured, because two threads that measure at once disturb each other.
 measuring = RLock()
 
 
@@ -46,7 +45,7 @@ def curve_key(model: Model, target: Target) -> str:
 
 def cost_path(target: Target) -> str:
     """The path of a target, and what else determines the cost of its steps: its attention function, the number of
-    ranks, and the processor that its code is compiled for, if NUMBA_CPU_NAME names one."""
+    ranks, and the level of processors that its code is for, if it is not this processor's best."""
     attention = getattr(target, "attention", None)
     ranks = getattr(target, "ranks", 1)
     parts = [target.path]
@@ -54,15 +53,15 @@ def cost_path(target: Target) -> str:
         parts.append(f"attention by {attention.backend}")
     if ranks > 1:
         parts.append(f"{ranks} ranks")
-    processor = os.environ.get("NUMBA_CPU_NAME")
-    if target.runs_compiled and processor:
-        parts.append(f"compiled for {processor}")
+    named = os.environ.get("LOOKAHEAD_LEVEL")
+    if target.runs_compiled and named:
+        parts.append(f"compiled for {named}")
     return ", ".join(parts)
 
 
 def machine() -> str:
     """The machine's part of a curve's key: system, processor, cores, threads and GPUs."""
-    parts = [platform.system(), get_host_cpu_name(), f"{os.cpu_count()} cores", f"{thread_count()} threads"]
+    parts = [platform.system(), processor.name(), f"{os.cpu_count()} cores", f"{thread_count()} threads"]
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         parts += [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -144,7 +143,7 @@ def _place(model: Model, target: Target) -> tuple[str, ...]:
 def curve_of(
     model: Model, target: Target, make_target: Callable[[], Target], notice: Callable[[str], None]
 ) -> CostCurve:
-    """The cost curve of a loaded model: read from disk, or measured and saved. Also compiles all code.
+    """The cost curve of a loaded model: read from disk, or measured and saved.
 
     Sequences of the same model share it.
 
@@ -158,9 +157,6 @@ def curve_of(
     with measuring:
         curve = known_curve(model, target)
         if curve is None:
-            from ...jit import wait_for_compilation  # imports numba
-
-            wait_for_compilation()
             fresh = make_target()
             curve = load_or_measure(fresh, curve_key(model, fresh), notice, runs_on_gpu(model))
             model.state.setdefault("curves", {})[_place(model, target)] = curve
@@ -169,13 +165,12 @@ def curve_of(
 
 def load_or_measure(target: Target, name: str, notice: Callable[[str], None], on_gpu: bool) -> CostCurve:
     """The curve of a target, read from disk, or measured and saved."""
-    from .measure import measure, warm_up  # imports numba
+    saved = load_curve(name, notice)
+    if saved is not None:
+        return saved
+    from .measure import measure
 
     try:
-        warm_up(target)
-        saved = load_curve(name, notice)
-        if saved is not None:
-            return saved
         curve, steady = measure(target)
     except (NumericalError, OutOfMemory, SettingsError):
         # Some tokens have NaN logits, which sequences report when they occur; there is no memory; or the model's
@@ -199,7 +194,7 @@ def tune(model: Model, target: Target) -> tuple[CostCurve, Path | None]:
     Raises:
         SettingsError: the model has too few positions or tokens, or the file cannot be written.
     """
-    from .measure import measure  # imports numba
+    from .measure import measure
 
     with measuring:
         curve, steady = measure(target, TUNING)

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from ...jit import compiled
+from ...machine_code import compiled
 from .memory import Memory
 
 #: The gain of later steps from the logits of one more row, in tokens.

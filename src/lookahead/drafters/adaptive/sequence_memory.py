@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...core import Noise, Scores, TokenTree
-from ...jit import pack
+from ...machine_code import pack
 from . import grow as growing
 from . import learn as learning
 from .layout import BY_ARRAY, BY_KEY, STEP, new_tree

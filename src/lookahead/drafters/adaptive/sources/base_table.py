@@ -34,7 +34,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from ....core import SettingsError
-from ....jit import compiled, int64
+from ....machine_code import compiled, int64
 from ....records import must, not_writable, read_arrays, replacing
 from ..calibration import (
     BINS,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from ....jit import compiled
+from ....machine_code import compiled
 from ..calibration import AGREEMENT
 from ..layout import index_of
 from .source import Setup, Source

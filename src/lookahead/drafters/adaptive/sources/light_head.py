@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ....jit import compiled, int64
+from ....machine_code import compiled, int64
 from ..calibration import (
     BINS,
     DISTANCES,

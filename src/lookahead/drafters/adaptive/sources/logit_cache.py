@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from ....jit import compiled, int64
+from ....machine_code import compiled, int64
 from ..calibration import (
     BIN_OF,
     BINS,

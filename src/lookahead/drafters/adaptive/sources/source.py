@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ....core import Noise
-from ....jit import compiled
+from ....machine_code import compiled
 from ..calibration import count
 from ..layout import MATCHES, index_of
 from ..settings import AdaptiveSettings
@@ -64,7 +64,7 @@ class Source:
 
     Attributes:
         name: as in ``Adaptive(sources=...)``.
-        Arrays: the type of ``arrays``, a named tuple as ``jit.pack`` takes it.
+        Arrays: the type of ``arrays``, a named tuple as ``machine_code.pack`` takes it.
         most: the largest number of tokens proposed under a row.
         on: whether the sequence uses the source; if not, its functions are not called.
         arrays: the arrays for compiled code; another object once an array has been replaced by a larger one.

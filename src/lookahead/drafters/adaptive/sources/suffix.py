@@ -26,7 +26,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from ....jit import compiled, entry, int64, pack, unpack_as
+from ....machine_code import compiled, entry, int64, pack
 from ..calibration import interval_of, new_buckets
 from ..hashing import find, new_slots, rehash
 from ..layout import BUCKET, MATCHES, SLOT, Tree, record
@@ -64,9 +64,6 @@ class TextEnd(NamedTuple):
     text: int  # number of the text in its trie
     used: Annotated[Any, "i8", 1]  # (1,): number of contexts in the trie
     buckets: Annotated[Any, BUCKET, 1]  # (kinds,)
-
-
-unpack = unpack_as(TextEnd)
 
 
 @compiled
@@ -165,9 +162,9 @@ def feed(text: TextEnd, tokens: Any, length: int) -> None:
 
 
 @entry
-def read(packed: Any, tokens: Any) -> None:
-    """``feed`` all of ``tokens`` to a packed text, called from Python."""
-    feed(unpack(packed), tokens, len(tokens))
+def read(text: TextEnd, tokens: Annotated[Any, "i8", 1]) -> None:
+    """``feed`` all of ``tokens``, called from Python."""
+    feed(text, tokens, len(tokens))
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""Pools of threads that share a job: the caller (rank 0) and its helpers.
+"""The compiled half of ``thread_pool``: threads that share a job, the caller (rank 0) and its helpers.
 
 A job is the address of a compiled function of (argument, control, rank, size, arrived), which every thread calls. The
 process has one pool for each number of threads, and a pool does one job at a time. A pool of one thread has no
@@ -40,15 +40,10 @@ these orders cost nothing there. ARM needs them.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
-from functools import cache, partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from ...jit import compiled, entry, int64
+from ...machine_code import compiled, entry, int64
+from ..thread_pool import CONTROL, RANK
 from .atomics import (
     clock,
     exchange_in_order,
@@ -63,25 +58,6 @@ from .atomics import (
 )
 from .operations import call, offsets_of
 
-#: Stages of a pass with work stealing.
-STAGES = 5
-
-
-def _fields(*fields: tuple[str, int]) -> np.dtype[Any]:
-    """A record of 64-bit words, given as (name, offset in bytes). Words that many threads poll have their own cache
-    lines."""
-    names, offsets = zip(*fields, strict=True)
-    return np.dtype({"names": names, "formats": ["i8"] * len(names), "offsets": offsets, "itemsize": 192})
-
-
-#: A pool's words: the number of jobs posted so far; the arrivals counted at barriers; the job, its argument, the
-#: number of threads, and the arrivals counted before the job.
-CONTROL = _fields(
-    ("posted", 0), ("arrived", 64), ("job", 128), ("argument", 136), ("size", 144), ("arrived_before", 152)
-)
-#: A thread's words: whether it sleeps, and whether ``post`` found it asleep; the last job that it has seen; 16 bytes
-#: for the clock; and how many items of its share of each stage are taken.
-RANK = _fields(("asleep", 0), ("woken", 8), ("seen", 16), ("scratch", 24), ("taken", 64))
 POSTED, ARRIVED, JOB, ARGUMENT, SIZE, ARRIVED_BEFORE = offsets_of(CONTROL).values()
 ASLEEP, WOKEN, SEEN, SCRATCH, TAKEN = offsets_of(RANK).values()
 CONTROL_BYTES, RANK_BYTES = CONTROL.itemsize, RANK.itemsize
@@ -183,8 +159,8 @@ def _next_job(control: int, rank: int) -> bool:
     return True
 
 
-@partial(entry, nogil=True)
-def _serve(control: int, rank: int) -> None:
+@entry
+def serve(control: int, rank: int) -> None:
     """Run the pool's jobs until none has arrived for ``AWAKE`` microseconds."""
     words = rank_at(control, rank)
     store_release(words + ASLEEP, 0)
@@ -204,8 +180,8 @@ def _serve(control: int, rank: int) -> None:
             spins = 0
 
 
-@partial(entry, nogil=True)
-def _post(control: int, job: int, argument: int) -> int:
+@entry
+def post(control: int, job: int, argument: int) -> int:
     """Post a job. Returns the number of sleeping ranks, which the caller must wake: ``woken`` is 1 for them."""
     store_release(control + JOB, job)
     store_release(control + ARGUMENT, argument)
@@ -221,89 +197,7 @@ def _post(control: int, job: int, argument: int) -> int:
     return sleepers
 
 
-@partial(entry, nogil=True)
-def _lead(control: int) -> None:
+@entry
+def lead(control: int) -> None:
     """Run rank 0's part of the posted job, unless it is done."""
     _next_job(control, 0)
-
-
-class ThreadPool:
-    """``size`` threads, including the caller. The helpers are daemons and end with the process.
-
-    Attributes:
-        control: the pool's words, a record of ``CONTROL``.
-        ranks: the words of its threads, (size,) of ``RANK``.
-        address: the address of the control block, for compiled code.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.control, self.ranks, self.address = control_block(size)
-        self._one_job = threading.Lock()
-        self._owner: Any = None
-        self._wake_locks = [threading.Lock() for _ in range(size)]
-        for rank in range(1, size):
-            name = f"lookahead-step-{rank}"
-            threading.Thread(target=self._help, args=(rank,), name=name, daemon=True).start()
-
-    def _help(self, rank: int) -> None:
-        wake = self._wake_locks[rank]
-        wake.acquire()
-        while True:
-            _serve(self.address, rank)
-            # If the caller is interrupted between posting and waking, nothing wakes this helper. So it checks for a
-            # job once a second; ``_serve`` would poll for ``AWAKE`` us each time.
-            while not wake.acquire(timeout=1.0) and self.control["posted"] == self.ranks["seen"][rank]:
-                pass
-
-    def run(self, job: int, argument: int, owner: object) -> None:
-        """Run a job on all threads. Returns when all have finished.
-
-        Args:
-            job: the address of a compiled function (see the module).
-            argument: the address that is passed to it.
-            owner: the object that owns the memory there. The pool keeps it alive, because an interrupt may leave a
-                posted job that the next call finishes.
-        """
-        with self._one_job:
-            _lead(self.address)  # finish a job left by an interrupt; the helpers are waiting for it
-            self._owner = owner
-            try:
-                self.post(job, argument)
-            finally:
-                _lead(self.address)
-            self._owner = None
-
-    def post(self, job: int, argument: int) -> None:
-        """Post a job, and wake the helpers that sleep."""
-        if not _post(self.address, job, argument):
-            return
-        for rank in range(1, self.size):
-            if self.ranks["woken"][rank]:
-                self.ranks["woken"][rank] = 0
-                with contextlib.suppress(RuntimeError):  # already awake
-                    self._wake_locks[rank].release()
-
-
-def control_block(size: int) -> tuple[Any, Any, int]:
-    """The control block of a pool: a record of ``CONTROL``, (size,) of ``RANK``, and the address of both."""
-    memory = np.zeros(CONTROL_BYTES + RANK_BYTES * size + 64, np.uint8)
-    first = -memory.ctypes.data % 64  # a block begins on a cache line
-    memory = memory[first : first + CONTROL_BYTES + RANK_BYTES * size]
-    control = memory[:CONTROL_BYTES].view(CONTROL)[0]
-    ranks = memory[CONTROL_BYTES:].view(RANK)
-    control["size"] = size
-    return control, ranks, memory.ctypes.data
-
-
-_alone = threading.local()
-#: (process id, threads) -> pool; a forked process has no threads of its parent's pools.
-_shared = cache(lambda process, size: ThreadPool(size))
-
-
-def thread_pool(size: int) -> ThreadPool:
-    """The pool of this many threads; for a single thread, the calling thread's own pool."""
-    if size == 1 and not hasattr(_alone, "pool"):
-        _alone.pool = ThreadPool(1)
-    pool: ThreadPool = _alone.pool if size == 1 else _shared(os.getpid(), size)
-    return pool
