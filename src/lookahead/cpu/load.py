@@ -10,8 +10,8 @@ from ..records import not_writable
 from ..text.tokenizer import end_tokens
 from . import weight_cache
 from .blueprint import Blueprint
+from .formats import ArrayMemory
 from .gguf_blueprint import FileReader
-from .kernels.formats import ArrayMemory
 from .model import PackedModel
 
 

@@ -36,7 +36,7 @@ from ..core import SettingsError
 from ..core.errors import shown
 from ..gguf.file import GGUFFile
 from ..records import cache_folder, open_regular
-from .kernels.formats import round_up
+from .formats import round_up
 
 #: Incremented when ``packed`` or ``gguf_blueprint`` puts other bytes into the panels of a file.
 LAYOUT = 1
