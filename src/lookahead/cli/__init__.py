@@ -25,6 +25,7 @@ from .demo import demo
 from .doctor import doctor
 from .generate import generate
 from .learn_table import learn
+from .models import models
 from .serve import serve
 from .show import show
 from .train_head import train_head
@@ -121,7 +122,7 @@ def _root(
         )
 
 
-for command in (generate, show, chat, demo, serve, verify, doctor, tune, learn, train_head):
+for command in (generate, show, chat, demo, serve, verify, doctor, tune, learn, models, train_head):
     app.command(cls=Command)(command)
 app.add_typer(
     bench.app, name="bench", help="Measure methods side by side on your prompts: does drafting pay here?"

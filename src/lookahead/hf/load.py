@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +17,7 @@ import numpy as np
 from ..core import OutOfMemory, SettingsError
 from ..core.errors import first_line
 from ..core.memory import out_of_memory
+from ..gguf import hub
 from ..gguf.file import GGUFFile
 from ..gguf.settings import check_file
 from ..options import LoadOptions
@@ -93,7 +93,7 @@ class Checkpoint:
             "revision": chosen.revision,
             "trust_remote_code": chosen.trust_remote_code,
             "local_files_only": chosen.local_files_only
-            or (path is None and file is None and not _hub_reachable()),
+            or (path is None and file is None and not hub.reachable()),
         }
         self.folder = path
         self.gguf = GGUFCheckpoint(file) if file is not None else None
@@ -289,23 +289,6 @@ def check_causal(model: Any, name: str) -> None:
             f"lookahead decoding needs a decoder-only language model; in {name} ({type(model).__name__}), "
             "earlier positions attend to later tokens"
         )
-
-
-def _hub_reachable() -> bool:
-    """Whether the hub's host name resolves. Without a network, its client would retry for half a minute."""
-    from urllib.parse import urlsplit
-    from urllib.request import getproxies
-
-    if getproxies().keys() & {"https", "all"}:
-        return True
-
-    from huggingface_hub import constants
-
-    try:
-        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
-    except OSError:
-        return False
-    return True
 
 
 def _check_folder(path: Path) -> None:
