@@ -165,7 +165,7 @@ def test_a_model_by_name_is_downloaded_once_listed_and_removed(run, stand_in):
         (("owner/split:Q4_K_M",), "merge them with llama-gguf-split"),
         (("hf.co/owner/none",), "must have a GGUF file of a language model, and owner/none has none"),
         (("owner/small-GGUF:Q8_0", "--revision", "v9"), "the hub has no such revision"),
-        (("Write a poem",), "got Write a poem; a prompt is given with --prompt"),
+        (("Write a poem",), "got 'Write a poem'; a prompt is given with --prompt"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -185,6 +185,7 @@ def test_names_that_cannot_be_loaded_are_one_line(run, words, said):
         ("https://huggingface.co/owner/name/", ("owner/name", "", True)),
         ("a/b/c", None),
         ("../owner/name", None),
+        ("./name", None),
         ("name", None),
     ],
 )

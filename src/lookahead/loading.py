@@ -319,7 +319,7 @@ def _locate(path_or_id: str | os.PathLike[str]) -> Path | None:
         return None
     if re.search(r"\s", text) and not any(sign in text for sign in "/\\."):
         raise SettingsError(
-            f"a model must be a directory, a .gguf file or a hub id, got {shown_text(text)}; "
+            f"a model must be a directory, a .gguf file or a hub id, got '{shown_text(text)}'; "
             "a prompt is given with --prompt"
         )
     looks_like_path = text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text

@@ -338,15 +338,16 @@ class Engine:
     def _evaluate_prompts(self) -> None:
         """Evaluate up to ``prompt_rows`` prompt rows. Sequences with a complete prompt emit their first token.
 
-        Prompts are evaluated in order of arrival, but the shortest may use half of the rows first. Otherwise, a short
-        prompt would wait for all rows of the long ones before it.
+        Prompts are evaluated in order of arrival. If there are too few rows for all, the shortest uses up to half of
+        them first: otherwise, a short prompt would wait for the long ones before it.
         """
         room = self.prompt_rows
         order = list(self._prefilling)
-        shortest = min(order, key=lambda each: len(each.request.prompt) - each.evaluated)
-        held_back = 0 if shortest is order[0] else room // 2
-        if held_back:
-            order.remove(shortest)
+        left = [len(each.request.prompt) - each.evaluated for each in order]
+        held_back = 0
+        if sum(left) > room:
+            shortest = order.pop(left.index(min(left)))
+            held_back = room // 2 if order and shortest is not self._prefilling[0] else 0
             order.insert(0, shortest)
         for sequence in order:
             if room <= 0:

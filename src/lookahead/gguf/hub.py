@@ -17,7 +17,7 @@ from ..core import SettingsError
 from ..core.errors import first_line, shown, summary
 
 _NAME = re.compile(
-    r"(?P<host>(?:https?://)?(?:hf\.co|huggingface\.co)/)?(?P<repository>[\w.-]+/[\w.-]+)(?::(?P<tag>[\w.-]+))?/?"
+    r"(?P<host>(?:https?://)?(?:hf\.co|huggingface\.co)/)?(?P<repository>\w[\w.-]*/\w[\w.-]*)(?::(?P<tag>[\w.-]+))?/?"
 )
 #: A file of one of these quantizations is chosen if the name has none and there are several files; the first counts.
 PREFERRED = ("Q4_K_M", "Q4_0", "Q4_K_S", "Q5_K_M", "Q8_0")
