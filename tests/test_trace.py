@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ import lookahead
 from lookahead import NGramPool
 from lookahead.cli.show import page_of
 from lookahead.core import LookaheadError, SettingsError, TokenTree
+from lookahead.drafters.adaptive.sources import SOURCES
 from lookahead.trace import TraceWriter, read_trace
 from test_cli import call, refused
 
@@ -211,3 +213,12 @@ def test_generate_writes_a_trace_and_show_makes_a_page(model, tmp_path, monkeypa
     assert "is not complete (line" in err
     path.write_bytes(before)
     refused("the page must be a writable file", "show", path, "--output", tmp_path / "no" / "p.html")
+
+
+def test_the_page_explains_every_source_of_the_adaptive_drafter():
+    page = (Path(lookahead.__file__).parent / "cli" / "trace.html").read_text("utf-8")
+    begin = page.index("const sources = {")
+    explained = re.findall(r"^    (\w+): \"", page[begin : page.index("const say", begin)], re.MULTILINE)
+    names = [source.name for source in SOURCES]
+    assert sorted(explained) == sorted([*names, *names])
+    assert all(f"--s{number}:" in page for number in range(len(names)))
