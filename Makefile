@@ -183,12 +183,13 @@ $(OLDEST)/.ready: pyproject.toml
 SOAK := build/soak.md
 soak: $(READY)
 	@mkdir -p $(dir $(SOAK))
-	OMP_NUM_THREADS=1 $(RUN)/python tests/fuzz.py --seconds 3600 --report $(SOAK)
+	OMP_NUM_THREADS=1 $(RUN)/python tests/fuzz.py --cases 10000 --report $(SOAK)
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m soak
 	$(RUN)/python tests/soak.py memory --report $(SOAK)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py texts --report $(SOAK)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py kills --report $(SOAK)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py server --report $(SOAK)
+	$(RUN)/python tests/soak.py fairness --report $(SOAK)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/soak.py files --report $(SOAK)
 
 # The tools that build the site and the packages are installed on first use.

@@ -7,6 +7,7 @@ from pathlib import Path
 from lookahead.option import offered
 from lookahead.server.metrics import Metrics
 from lookahead.server.protocol import ChatRequest, CompletionRequest, Generating, LookaheadFields
+from lookahead.server.response_api import ResponsesRequest
 from lookahead.server.settings import Settings
 
 PAGE = Path(__file__).with_name("server.md")
@@ -36,6 +37,7 @@ def tables():
         "both": fields(Generating),
         "completions": fields(CompletionRequest, both),
         "chat": fields(ChatRequest, both),
+        "responses": fields(ResponsesRequest),
         "lookahead": fields(LookaheadFields),
         "settings": settings,
         "metrics": metrics,

@@ -4,6 +4,7 @@
     python tests/soak.py texts --count 4000      completions of this many tokens vs plain decoding
     python tests/soak.py kills --count 50        kill -9 and Ctrl-C of lookahead generate --resume
     python tests/soak.py server --count 600      64 clients for this many seconds, then SIGTERM and kill -9 under load
+    python tests/soak.py fairness --count 10     how long one client waits, for this many seconds under each attack
     python tests/soak.py files --count 2000      damaged GGUF files, in a process with limited memory
 
 ``--report PAGE`` adds a section to that page. The exit status is 1 if anything is wrong. Short versions are
@@ -19,17 +20,22 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import torch
 import transformers
 
@@ -54,10 +60,11 @@ PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
 
 @dataclass
 class Findings:
-    """Failed expectations and figures of the run."""
+    """Failed expectations and figures of the run; ``rows`` are those of a table, its head first."""
 
     wrong: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
 
     def expect(self, holds: bool, what: str) -> None:
         """Record ``what`` as wrong unless ``holds``."""
@@ -417,6 +424,160 @@ def _ended(process: Any, url: str, sort: signal.Signals, found: Findings) -> Cro
     return crowd
 
 
+# ---------------------------------------------------------------- one client against another
+
+#: Seconds that another client's stream may pause.
+PAUSE = 1.0
+LONG = "The river runs past the old mill, and the children of the village count the boats. " * 160
+
+
+def _chat(**fields: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "x"}]} | fields).encode()
+
+
+def _schema(schema: dict[str, Any], n: int = 16) -> bytes:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return _chat(response_format=form, n=n, max_tokens=200)
+
+
+def attacks() -> dict[str, tuple[str, list[bytes]]]:
+    """What one client sends again and again, by name: a path, and bodies in turn."""
+    many = dict.fromkeys(map(str, range(300_000)), "x")
+    prompts = [f"{number} {LONG}"[:9000] for number in range(16)]
+    arguments = '{"a":' * 984 + "1" + "}" * 984
+    called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [called]}]
+    complete, chat = "/v1/completions", "/v1/chat/completions"
+    return {
+        "nothing": (complete, []),
+        "16 different long prompts, 64 tokens each": (
+            complete,
+            [json.dumps({"prompt": prompts, "max_tokens": 64}).encode()],
+        ),
+        "one long prompt, n = 16": (
+            complete,
+            [json.dumps({"prompt": LONG[:9000], "n": 16, "max_tokens": 64}).encode()],
+        ),
+        "400 half-sent requests": ("", []),
+        "a prompt of 2,000,000 digits": (complete, [json.dumps({"prompt": "17" * 1_000_000}).encode()]),
+        "16 stop strings of 256 characters, n = 16": (
+            chat,
+            [_chat(stop=[f"{letter}b" * 128 for letter in "abcdefghijklmnop"], n=16, max_tokens=64)],
+        ),
+        "a schema with a constant of 16,000 characters, n = 16": (chat, [_schema({"const": "ab" * 8000})]),
+        "a schema of 16,000 characters of choices, n = 16": (
+            chat,
+            [_schema({"enum": [f"value {number}" for number in range(1000)]})],
+        ),
+        "a schema with a constant of 500,000 characters": (chat, [_schema({"const": "ab" * 250_000})]),
+        "invalid bodies of 4 MB": (
+            complete,
+            [
+                json.dumps({"prompt": "x"} | fields).encode()
+                for fields in (
+                    {f"k{number}": 1 for number in range(250_000)},
+                    {"logit_bias": many},
+                    {"metadata": many},
+                    {"prompt": [""] * 900_000},
+                )
+            ],
+        ),
+        "arguments nested 984 deep": (chat, [_chat(messages=turns)]),
+    }
+
+
+class Attacker(Thread):
+    """A client that sends the same bodies until it is stopped.
+
+    Attributes:
+        statuses: the count of each.
+    """
+
+    def __init__(self, url: str, path: str, bodies: list[bytes]) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self._path = path
+        self._bodies = bodies
+        self.statuses: Counter[int] = Counter()
+        self.over = Event()
+
+    def run(self) -> None:
+        headers = {"Content-Type": "application/json"}
+        with httpx.Client(base_url=self._url, timeout=300) as http, ExitStack() as held:
+            while not self.over.is_set():
+                if not self._path:
+                    self._send_halves(held)
+                for body in self._bodies:
+                    with suppress(httpx.HTTPError):
+                        self.statuses[http.post(self._path, content=body, headers=headers).status_code] += 1
+                self.over.wait(0.01)
+
+    def _send_halves(self, held: ExitStack) -> None:
+        address = urlsplit(self._url)
+        for _ in range(400 if not self.statuses[0] else 0):
+            with suppress(OSError):
+                connection = socket.create_connection((address.hostname, address.port), 5)
+                held.enter_context(connection).sendall(b"POST /v1/completions HTTP/1.1\r\nHost: local")
+                self.statuses[0] += 1
+
+
+def waits(url: str, seconds: float) -> tuple[int, float, float]:
+    """(texts, longest wait for a first token, longest pause after it) of a client with short requests, one by one."""
+    end = time.monotonic() + seconds
+    texts, first, pause = 0, 0.0, 0.0
+    body = {"prompt": "Once upon a time", "max_tokens": 48, "stream": True}
+    with httpx.Client(base_url=url, timeout=300) as http:
+        while time.monotonic() < end:
+            last = time.monotonic()
+            begun = False
+            with http.stream("POST", "/v1/completions", json=body | {"seed": texts}) as reply:
+                assert reply.status_code == 200, reply.status_code
+                for line in reply.iter_lines():
+                    now = time.monotonic()
+                    if not line:
+                        continue
+                    if begun:
+                        pause = max(pause, now - last)
+                    else:
+                        first = max(first, now - last)
+                    begun = True
+                    last = now
+            texts += 1
+    return texts, first, pause
+
+
+def fairness(seconds: int, *options: object) -> Findings:
+    """Measure how long a client waits while another one attacks the server, or uses as much as it may.
+
+    Args:
+        seconds: for each attack.
+        *options: of ``lookahead serve``.
+    """
+    found = Findings()
+    found.rows.append(("the other client sends", "statuses", "texts", "longest first token", "longest pause"))
+    for name, (path, bodies) in attacks().items():
+        # A new server for each, so that none starts with the queue of the one before.
+        with started(*options, "--max-queue", 256) as (process, url, _):
+            waits(url, 1)
+            attackers = [Attacker(url, path, bodies) for _ in range(1 if "prompt" in name else 2)]
+            for attacker in attackers if bodies or not path else []:
+                attacker.start()
+            time.sleep(0.5)
+            texts, first, pause = waits(url, seconds)
+            for attacker in attackers:
+                attacker.over.set()
+            statuses = sum((attacker.statuses for attacker in attackers), Counter())
+            said = ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items()) if status)
+            found.rows.append((name, said or "-", texts, f"{first:.2f} s", f"{pause:.2f} s"))
+            found.expect(pause < PAUSE, f"{name}: a stream paused for {pause:.2f} s")
+            found.expect(process.poll() is None, f"{name}: the server ended")
+            found.expect(not any(status >= 500 for status in statuses), f"{name}: statuses {said}")
+    found.facts.append(
+        f"a client with short requests for {seconds} s, beside each; a pause may take {PAUSE} s"
+    )
+    return found
+
+
 # ---------------------------------------------------------------- damaged files
 
 
@@ -443,8 +604,15 @@ FORMS = {
     "texts": (texts, 4000),
     "kills": (kills, 50),
     "server": (server, 600),
+    "fairness": (fairness, 10),
     "files": (files, 2000),
 }
+
+
+def table(rows: list[tuple[Any, ...]]) -> list[str]:
+    """The lines of a table; none without rows."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return [*lines[:1], "|---" * len(rows[0]) + "|", *lines[1:], ""] if rows else []
 
 
 def main() -> None:
@@ -458,14 +626,17 @@ def main() -> None:
     form, usual = FORMS[given.form]
     count = given.count if given.count is not None else usual
     found = form(count)
-    dtype = "packed weights and float32" if form is files else "float32"
+    real = form is fairness
+    dtype = "packed weights" if real else "packed weights and float32" if form is files else "float32"
+    model = "SmolLM2-135M-Instruct" if real else "tiny random models"
     lines = [
         f"## {given.form.capitalize()}",
         "",
         f"`python tests/soak.py {given.form} --count {count}`: **{len(found.wrong)} findings**",
         "",
-        f"{describe(environment() | {'model': 'tiny random models', 'dtype': dtype})}.",
+        f"{describe(environment() | {'model': model, 'dtype': dtype})}.",
         "",
+        *table(found.rows),
         *(f"- {line}" for line in found.facts),
         *(f"- **wrong**: {line}" for line in found.wrong),
     ]

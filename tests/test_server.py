@@ -530,7 +530,8 @@ def test_a_history_of_calls_needs_no_tools_in_the_request(served):
     ("body", "param", "said"),
     [
         ({"best_of": 3}, "best_of", "best_of: Input should be 1"),
-        ({"suffix": "x"}, "suffix", "suffix: Input should be ''"),
+        ({"suffix": "x"}, "suffix", "suffix: needs a model with tokens for filling in the middle"),
+        ({"suffix": "x", "echo": True}, "suffix", "suffix: and echo are mutually exclusive"),
         ({"temperature": "hot"}, "temperature", "temperature: Input should be a valid number"),
         ({"temperature": -1}, "temperature", "temperature: Input should be greater than or equal to 0"),
         ({"top_p": -1}, "top_p", "top_p: Input should be greater than or equal to 0"),

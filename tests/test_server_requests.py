@@ -8,6 +8,7 @@ import pytest
 
 import lookahead
 from lookahead.core.verify import as_choose
+from lookahead.server import prepare
 from lookahead.server.protocol import ChatRequest
 from lookahead.server.reasoning import ThoughtReader
 from lookahead.server.responses import ChatAnswer
@@ -57,6 +58,17 @@ USER = {"role": "user", "content": "hello"}
 @pytest.mark.parametrize("field", ["prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"])
 def test_standard_fields_without_effect(served, field):
     assert text_of(post(served, **{field: "x"})) == text_of(post(served))
+
+
+def test_a_suffix_comes_after_the_gap(served, monkeypatch):
+    """The toy tokenizer has no tokens for this, so three letters stand for them."""
+    monkeypatch.setattr(prepare, "FILL_IN", (("<no>", "b", "c"), ("a", "b", "c")))
+    ids = served.llm.tokenizer("axbyzc", add_special_tokens=False).input_ids
+    assert [served.llm.tokenizer.decode([token]) for token in ids] == list("axbyzc")
+    given = {"max_tokens": 8, "suffix": "yz"}
+    expected = text_of(post(served, prompt=ids, max_tokens=8))
+    assert text_of(post(served, prompt="x", **given)) == expected
+    assert text_of(post(served, prompt=[ids[1]], **given)) == expected
 
 
 def test_fields_that_clients_send_with_their_defaults(served):

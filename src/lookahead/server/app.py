@@ -13,6 +13,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -21,7 +22,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
@@ -29,7 +30,7 @@ from .. import __version__
 from ..core import LookaheadError, SettingsError, Update
 from ..llm import LLM
 from ..text.prompts import has_chat_template
-from .api_errors import Refused, error_body, error_response, status_of
+from .api_errors import Refused, error_response, status_of
 from .connections import http_config
 from .engine_thread import EngineThread
 from .gate import Gate
@@ -42,7 +43,8 @@ from .protocol import (
     TokenizeRequest,
     suggestion,
 )
-from .responses import Answer, sse
+from .response_api import ResponseAnswer, ResponsesRequest
+from .responses import Answer
 from .service import Server
 from .settings import Settings
 
@@ -50,6 +52,7 @@ from .settings import Settings
 REQUESTS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -184,9 +187,8 @@ async def _stream(
         async for update in _updates(queue, answer):
             for choice in answer.take(update):
                 yield answer.chunk(choice)
-        if answer.usage_asked:
-            yield answer.chunk(usage=answer.usage())
-        yield sse(b"[DONE]")
+        for chunk in answer.ending():
+            yield chunk
     except Exception as failed:
         error: LookaheadError = Refused("the server failed; see its log", 500, "internal")
         if isinstance(failed, LookaheadError):
@@ -195,7 +197,7 @@ async def _stream(
             log_failure("a stream failed", failed, server.settings.log_text)
         # A message may quote the completion, so that only its client gets it.
         record["error"] = str(error) if server.settings.log_text else status_of(error)[1]
-        yield sse(error_body(str(error), *status_of(error)))
+        yield answer.failure(error)
     finally:
         _close(server, answer, record)
 
@@ -256,6 +258,17 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await _answer(server, request, body, lambda: server.ready.chat(body))
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        messages = [*server.conversations.of(body.previous_response_id), *body.messages()]
+        try:
+            chat = body.chat(messages)
+        except ValidationError as error:
+            places = [one | {"loc": ("body", *one["loc"])} for one in error.errors()]
+            raise RequestValidationError(places) from None
+        answer = partial(ResponseAnswer, asked=body, messages=messages, conversations=server.conversations)
+        return await _answer(server, request, chat, lambda: server.ready.chat(chat, answer))
 
     def described() -> dict[str, Any]:
         return {

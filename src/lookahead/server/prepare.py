@@ -31,6 +31,14 @@ from .tools import demanded, messages_of, offered, with_tools
 
 #: Maximum sequence length in tokens, if --max-model-len is not given and the model allows more.
 DEFAULT_LENGTH = 4096
+#: The tokens before the prompt, between it and the suffix, and after the suffix: of Qwen2.5-Coder, StarCoder and
+#: Granite, SantaCoder, DeepSeek-Coder.
+FILL_IN = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+)
 #: Arguments of ``apply_chat_template`` that a request may not set as variables of the template.
 OF_THE_SERVER = frozenset(
     (
@@ -146,10 +154,15 @@ class Preparer:
         """
         if body.echo and body.stream and body.logprobs is not None:
             raise SettingsError("echo: with logprobs it cannot be streamed; omit one of the three")
+        if body.suffix and body.echo:
+            raise SettingsError("suffix: and echo are mutually exclusive")
         self._check_choices(body, len(body.prompts))
+        prompts = body.prompts
+        if body.suffix:
+            prompts = [self._around_gap(prompt, body.suffix) for prompt in prompts]
         requests = self._requests(
             body,
-            [self.encode(prompt, "prompt", fits=True) for prompt in body.prompts],
+            [self.encode(prompt, "prompt", fits=True) for prompt in prompts],
             max_tokens=body.limit,
             logprobs=body.logprobs,
             echo=bool(body.echo),
@@ -157,8 +170,36 @@ class Preparer:
         )
         return CompletionAnswer(body, self.name, requests, self.llm.tokenizer, self._fingerprint())
 
-    def chat(self, body: ChatRequest) -> Answer:
+    def _around_gap(self, prompt: str | list[int], suffix: str) -> list[int]:
+        """The prompt of a model that fills in the middle: the texts before and after the gap, between its tokens.
+
+        Raises:
+            SettingsError: the model has no such tokens.
+        """
+        tokenizer = self.llm.tokenizer
+        if tokenizer is None:
+            raise SettingsError(f"suffix: needs a tokenizer, and {self.llm.tokenizer_error}")
+        found = (tuple(map(tokenizer.backend_tokenizer.token_to_id, names)) for names in FILL_IN)
+        tokens = next((tokens for tokens in found if None not in tokens), None)
+        if tokens is None:
+            raise SettingsError(
+                "suffix: needs a model with tokens for filling in the middle, such as <|fim_prefix|>; leave it out"
+            )
+
+        def plain_ids(text: str) -> list[int]:
+            return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+        begin, gap, end = tokens
+        before = plain_ids(prompt) if isinstance(prompt, str) else prompt
+        start = list(tokenizer("").input_ids)
+        return [*start, begin, *before, gap, *plain_ids(suffix), end]
+
+    def chat(self, body: ChatRequest, answer: Callable[..., Answer] = ChatAnswer) -> Answer:
         """The answer of /v1/chat/completions, with its requests.
+
+        Args:
+            body: the validated fields.
+            answer: makes the answer, of another endpoint that is translated to a chat.
 
         Raises:
             SettingsError: a field that is not supported here.
@@ -182,7 +223,7 @@ class Preparer:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             constraint=constraint or call,
         )
-        return ChatAnswer(body, self.name, requests, self.llm.tokenizer, self._fingerprint(), self._template)
+        return answer(body, self.name, requests, self.llm.tokenizer, self._fingerprint(), self._template)
 
     def chat_tokens(self, body: ChatRequest, *, fits: bool = False) -> list[int]:
         """The token ids of a chat, with the tools described in it; ``fits`` as in ``encode``.

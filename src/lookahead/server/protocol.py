@@ -441,7 +441,10 @@ class CompletionRequest(Generating):
 
     prompt: Prompt = Field(description="A string, token ids, or a list of either.")
     best_of: Literal[1] | None = Field(None, description="Only 1, the default; see n.")
-    suffix: Literal[""] | None = Field(None, description='Only "", the default.')
+    suffix: str | None = Field(
+        None,
+        description="Text after the completion, which then fills in the middle; for models with tokens for that.",
+    )
     echo: bool | None = Field(None, description="Put the prompt before the completion.")
     logprobs: int | None = Field(
         None, ge=0, le=20, description="Add the log-probability of each token, and the k most likely tokens."

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from time import time
 from typing import Any, NamedTuple
 
-from ..core import Request, Sequence, Update
+from ..core import LookaheadError, Request, Sequence, Update
 from ..text.decoder import TextDecoder
 from ..text.tokenizer import byte_alphabet
+from .api_errors import error_body, status_of
 from .logprobs import LogProbs, TokenLogProb
 from .metrics import speculation
 from .prediction import Predicted
@@ -278,6 +279,15 @@ class Answer:
     def opening(self) -> list[bytes]:
         """Chunks before the first token."""
         return []
+
+    def ending(self) -> list[bytes]:
+        """Chunks after the last token."""
+        usage = [self.chunk(usage=self.usage())] if self.usage_asked else []
+        return [*usage, sse(b"[DONE]")]
+
+    def failure(self, error: LookaheadError) -> bytes:
+        """The last chunk of a stream that failed."""
+        return sse(error_body(str(error), *status_of(error)))
 
     def entry(self, part: Part, entry: TokenLogProb) -> dict[str, Any]:
         """The log-probabilities of a token, in the endpoint's format."""

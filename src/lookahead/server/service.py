@@ -13,6 +13,7 @@ from .api_errors import Refused
 from .engine_thread import EngineThread
 from .metrics import Metrics
 from .prepare import Preparer
+from .response_api import Conversations
 from .settings import Settings
 
 log = logging.getLogger("lookahead.server")
@@ -28,6 +29,7 @@ class Server:
     Attributes:
         loop: the thread that decodes.
         preparer: turns HTTP requests into engine requests; None until the model is ready.
+        conversations: those that responses can continue.
         name: the model's name in the API.
         failed: called when the model cannot be loaded or the loop fails; by default, the former is logged.
         say: receives a line when the model is ready.
@@ -37,6 +39,7 @@ class Server:
     def __init__(self, settings: Settings, load: Callable[[], LLM] | None = None) -> None:
         self.settings = settings
         self.metrics = Metrics()
+        self.conversations = Conversations()
         self._load = load if load is not None else lambda: load_with(settings.loading())
         self.preparer: Preparer | None = None
         self.name = settings.served_model_name or ""
