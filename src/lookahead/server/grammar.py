@@ -233,10 +233,12 @@ class GrammarProcess:
         """
         if self._seen is None:
             self._seen = ids.shape[1]
-        for token in ids[0, self._seen :].tolist():
+        patience: float | None = PATIENCE
+        for token in ids[0, self._seen :].tolist():  # without ``accept``, as by an ordinary processor
             self.accept(token)
+            patience = None
         try:
-            mask = self._first if self._mask is None else self._mask.result(PATIENCE)
+            mask = self._first if self._mask is None else self._mask.result(patience)
         except TimeoutError:
             raise NotReady(f"{self._param}: the mask of the next token is not computed yet") from None
         packed = np.frombuffer(mask, np.uint8)
