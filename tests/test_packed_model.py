@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import lookahead
 from gguf_files import ARCHITECTURES, MIXED, reference_model, unpermuted
 from learned import with_free_head
 from lookahead.core import OutOfMemory, SettingsError, TokenTree
-from lookahead.cpu import formats, gguf_blueprint
+from lookahead.cpu import formats, gguf_blueprint, load
 from lookahead.cpu.load import read_model
 from lookahead.cpu.model import PackedModel
 from lookahead.drafters import Adaptive, Lookahead, Plain
@@ -340,3 +341,16 @@ def test_plain_files_give_the_bits_of_a_transformers_model(architecture, kind, d
         assert (one == other).all()
     one, other = ours.blueprint.angles(64), theirs.blueprint.angles(64)
     assert np.abs(one - other).max() < 1e-7
+
+
+def test_a_head_that_is_the_embedding_in_another_type_counts_once():
+    rng = np.random.default_rng(0)
+    embedding = rng.normal(size=(40, 32)).astype(np.float32)
+    near = embedding + 0.05 * rng.normal(size=(40, 32)).astype(np.float32)
+    for tensors, head, expected in (
+        (("output.weight",), near, 40 * 32),
+        (("output.weight",), embedding[::-1].copy(), 0),
+        ((), embedding, 0),  # the file has it once
+    ):
+        parts = SimpleNamespace(vocabulary=40, hidden=32, embedding=embedding, head=head)
+        assert load._counted_twice(SimpleNamespace(tensors=tensors), parts) == expected

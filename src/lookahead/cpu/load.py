@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
+
 from ..gguf.file import GGUFFile
 from ..gguf.settings import suggested_sampling
 from ..records import not_writable
@@ -12,7 +14,10 @@ from . import weight_cache
 from .blueprint import Blueprint
 from .formats import ArrayMemory
 from .gguf_blueprint import FileReader
-from .model import PackedModel
+from .model import PackedModel, reader_of
+
+#: Rows of a head and of an embedding with at least this cosine are the same weights; others are nearly orthogonal.
+TIED = 0.95
 
 
 def read_model(file: GGUFFile, cache: bool = True) -> PackedModel:
@@ -26,14 +31,15 @@ def read_model(file: GGUFFile, cache: bool = True) -> PackedModel:
         Unsupported: the compiled path does not support the file; the message is the reason, in one line.
     """
     with FileReader(file) as reader:
+        blueprint = _blueprint(reader, cache)
         model = PackedModel(
-            _blueprint(reader, cache),
+            blueprint,
             file.metadata["general.architecture"],
             end_tokens(file.metadata),
             suggested_sampling(file.metadata),
             reader.settings.max_positions,
             file.weights,
-            file.parameter_count,
+            file.parameter_count - _counted_twice(file, blueprint),
         )
     for kind, size in reader.decoded.items():
         warnings.warn(
@@ -43,6 +49,16 @@ def read_model(file: GGUFFile, cache: bool = True) -> PackedModel:
             stacklevel=2,
         )
     return model
+
+
+def _counted_twice(file: GGUFFile, blueprint: Blueprint) -> int:
+    """The number of weights that the file holds twice: a head that is the embedding, quantized in another way."""
+    if "output.weight" not in file.tensors:
+        return 0
+    some = [0, blueprint.vocabulary // 2, blueprint.vocabulary - 1]
+    rows, others = (reader_of(part)(some).ravel() for part in (blueprint.embedding, blueprint.head))
+    alike = rows @ others >= TIED * float(np.linalg.norm(rows) * np.linalg.norm(others)) > 0
+    return blueprint.vocabulary * blueprint.hidden if alike else 0
 
 
 def _blueprint(reader: FileReader, cache: bool) -> Blueprint:

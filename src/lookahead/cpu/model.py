@@ -78,7 +78,7 @@ class PackedModel(Model):
 
     def head_parts(self) -> HeadParts:
         blueprint = self.compiled.blueprint
-        readers = [_reader(part) for part in (blueprint.embedding, blueprint.head)]
+        readers = [reader_of(part) for part in (blueprint.embedding, blueprint.head)]
         return HeadParts(blueprint.vocabulary, blueprint.hidden, *readers)
 
     def make_head(self, weights: Any, target: Target) -> Any:
@@ -90,7 +90,7 @@ class PackedModel(Model):
         return CompiledHead(weights, parts.output(weights.shortlist.tolist()), embed)
 
 
-def _reader(part: Any) -> Callable[[Sequence[int]], Any]:
+def reader_of(part: Any) -> Callable[[Sequence[int]], Any]:
     """(tokens) -> rows of packed weights, of an array, or of a ``dense.Linear``, fp32."""
     if isinstance(part, PackedLinear):
         return part.rows
