@@ -1,14 +1,15 @@
 """The GPU check: one command that needs no network and writes one page with tables and figures (`make gpu-check`).
 
     certificate  whether captured passes and exact mode are available, for a random Llama and other families, and why
+    rows         the bits of steps of 2 to 64 rows against single rows, on every path of the default model in bf16
+    text         the path chosen by make_target, and exact mode, against plain decoding, token for token
     step         t(k) of a random 7B Llama in bf16 for 1 to 256 rows, with its lower bound: captured passes, tree
                  steps with masks, transformers
     speed        the default model in bf16: plain, prompt lookup, (15,5,15), (7,7,7), adaptive, with the attention
                  kernel and with sdpa, alongside transformers' generate and its prompt lookup
-    speed-fp16   the same in fp16
     speed-own    the same with --model, in bf16
+    speed-fp16   the default model in fp16
     scaling      S and speed by W, as in figure 8 of the paper
-    text         the path chosen by make_target, and exact mode, against plain decoding, token for token
     memory       the cache, captured passes and the peak, by sequences and context
     ranks        lookahead parallelism over nccl, on machines with two GPUs
 
@@ -44,12 +45,13 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 #: Part -> its share of the time. A part is (name of the check, further arguments).
 SHARES = {
     "certificate": 60,
+    "rows": 40,
+    "text": 60,
     "step": 110,
     "speed": 120,
-    "speed-fp16": 70,
     "speed-own": 120,
+    "speed-fp16": 70,
     "scaling": 70,
-    "text": 60,
     "memory": 50,
     "ranks": 40,
     "attention": 110,

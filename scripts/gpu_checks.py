@@ -606,6 +606,19 @@ def check_text(machine: Machine) -> None:
             table(family, f"{type(error).__name__}: {first}", "", False)
 
 
+def check_rows(machine: Machine) -> None:
+    """Compare steps of 2 to 64 rows with single rows, bit by bit, on every path of the model."""
+    from lookahead.cli.verify_rows import compare_paths
+
+    for path in compare_paths(load_llm(machine)):
+        first = path["from_rows"]
+        value = f"{path['differ'][first]:,} values differ at {first} rows" if first else "all bits equal"
+        guaranteed = path["guaranteed"]
+        table(
+            f"rows: {path['path']}", value, "equal" if guaranteed else "", not first if guaranteed else None
+        )
+
+
 # ---- speed
 
 
@@ -959,6 +972,7 @@ CHECKS: dict[str, Callable[[Machine], None]] = {
     "attention": check_attention,
     "step": check_step,
     "text": check_text,
+    "rows": check_rows,
     "speed": check_speed,
     "scaling": check_scaling,
     "memory": check_memory,

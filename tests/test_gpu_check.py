@@ -113,7 +113,7 @@ def test_all_parts_fit_into_the_budget_and_early_ones_leave_their_time(check, mo
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--only", "stop"], "unknown part 'stop'; known are certificate, step"),
+        (["--only", "stop"], "unknown part 'stop'; known are certificate, rows"),
         (["--budget", "0"], "--budget must be at least 60 seconds, got 0"),
         (["--only", "speed-own"], "speed-own needs --model, a directory or a GGUF file"),
         (["--model", "/nowhere"], "--model must be a directory or a GGUF file that exists, got /nowhere"),
@@ -280,7 +280,7 @@ def test_a_dry_run_of_all_parts(check, monkeypatch, tmp_path):
     finally:
         signal.signal(signal.SIGTERM, handler)
     text = page.read_text()
-    assert set(parts) == {"certificate", "step", "speed", "scaling", "text", "memory", "ranks"}
+    assert set(parts) == {"certificate", "rows", "step", "speed", "scaling", "text", "memory", "ranks"}
     for part in parts:
         assert f"| {part} | all of it |" in text
     for method in ("plain", "lookahead:15,5,15", "lookahead:7,7,7", "hf-greedy", "hf-prompt-lookup"):

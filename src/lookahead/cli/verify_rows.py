@@ -24,13 +24,18 @@ COUNTS = (2, 3, 4, 8, 16, 32, 64)
 
 def verify_rows(llm: LLM, as_json: bool) -> int:
     """Compare every path of a model. Returns the exit status: 2 if bits differ on a path that promises equal ones."""
-    found = [path for name in _paths(llm) if (path := _compare(llm, name)) is not None]
+    found = compare_paths(llm)
     if as_json:
         typer.echo(as_line({"model": llm.name, "dtype": llm.dtype, "paths": found}), nl=False)
     else:
         _show(found)
         typer.echo(f"values of logits that differ in any bit from single rows: {llm.name}, {llm.dtype}")
     return 2 * any(path["guaranteed"] and path["from_rows"] for path in found)
+
+
+def compare_paths(llm: LLM) -> list[dict[str, Any]]:
+    """For each path of a model: for each number of rows, the values of logits that differ from single rows."""
+    return [path for name in _paths(llm) if (path := _compare(llm, name)) is not None]
 
 
 def _paths(llm: LLM) -> tuple[str, ...]:
