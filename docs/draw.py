@@ -225,7 +225,7 @@ def draw_base() -> str:
     request, answer = TEXT[:3], TEXT[3:]
     ids, certain = np.array(answer, np.int32)[:, None], np.zeros((len(answer), 1), np.float16)
     written = Text(0, 0, 0.0, request, answer, ids, certain)
-    trie = trie_of(levels_of(Places.of([written]), len(WORDS)), len(WORDS))
+    trie = trie_of(levels_of([Places.of([written])], len(WORDS)), len(WORDS))
     lines = [f"request: {' '.join(PROMPT[:3])}", f"answer:  {' '.join(PROMPT[3:])}", ""]
     lines += [f"{'last words':<16}{'seen':<8}what follows, by the mean of the model's probabilities"]
     for context in (["the"], ["on", "the"], ["dog", "sat", "on"]):

@@ -22,7 +22,7 @@ import numpy as np
 
 import lookahead
 from lookahead import Adaptive, AdaptiveState
-from lookahead.drafters.adaptive.base_files import base_table_of
+from lookahead.drafters.adaptive.base_files import base_table_of, key_of
 from lookahead.drafters.adaptive.calibration import ANSWERED, HEIGHTS, KINDS, ORDERS, ORIGINS, STATES, ZONES
 from lookahead.drafters.adaptive.sources.base_table import BASE_AXES
 from lookahead.drafters.adaptive.sources.head_file import HeadWeights
@@ -138,7 +138,7 @@ def main() -> None:
     llm = lookahead.load(options.model, dtype=options.dtype)
     HeadWeights.parameter_count = 0  # use the head everywhere, not only where it pays off
     state = AdaptiveState()
-    table = base_table_of(llm.model.shape.name, llm.vocabulary)
+    table = base_table_of(llm.tokenizer, key_of(llm.model), llm.vocabulary)
     for sampled in (False, True):
         state.tables(sampled, table)  # start with the same buckets as without a state
     for number, text in enumerate(prompts(options.data, options.prompts)):

@@ -64,7 +64,7 @@ def save_table(file, vocabulary, sequences):
         texts.append(Text(number, ANSWER, 0.0, list(sequence[:1]), tokens, ids, logarithms))
     trie, counts, tokens = build(texts, vocabulary)
     file.parent.mkdir(parents=True, exist_ok=True)
-    base_table.save_table(file, trie, counts, vocabulary, "a test", tokens)
+    base_table.save_table(file, trie, counts, vocabulary, "", tokens)
 
 
 @contextmanager

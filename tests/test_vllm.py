@@ -7,16 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
 
 import lookahead.integrations.vllm
 from learned import save_table
 from lookahead.core import SettingsError
-from lookahead.drafters.adaptive.base_files import learned_file
-from lookahead.hf.model import shape_of
+from lookahead.drafters.adaptive.base_files import table_file, tokenizer_key
 from lookahead.integrations.vllm import Accepted, Proposer
 from lookahead.integrations.vllm_costs import DISCARDED, ROUNDS
 from lookahead.testing import repetitive_text
+from toy import tokenizer
 from wrong_proposer import Wrong
 
 VOCABULARY = 64
@@ -236,14 +235,14 @@ def test_what_is_learnt_of_one_request_serves_the_next():
     assert second("adaptive:rows=64:sources=suffix+") < 3
 
 
-def test_a_learned_table_is_found():
+def test_a_learned_table_is_found(tmp_path):
     """Nothing else proposes tokens."""
-    given = config(
-        "adaptive:rows=64:sources=base+",
-        hf_config=LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2),
-    )
+    given = config("adaptive:rows=64:sources=base+")
+    own = tokenizer()
+    own.save_pretrained(tmp_path / "tokenizer")
+    given.model_config.tokenizer = tmp_path / "tokenizer"
     assert acceptance(Proposer(given)) == 1
-    file = learned_file(shape_of(given.model_config.hf_config).name)
+    file = table_file(tokenizer_key(own))
     save_table(file, VOCABULARY, [prompt + plain(MODEL, prompt, 100) for prompt in prompts(4)])
     proposer = Proposer(given)
     assert proposer._drafter.for_model.base_table.path == file

@@ -114,7 +114,7 @@ class LLM:
 
             model = HFModel(model)
         self.model: Model = model
-        self.tokenizer = tokenizer
+        self.tokenizer = model.tokenizer = tokenizer
         self.tokenizer_error = tokenizer_error
         self.rank_group: RankGroup | None = None
         self.name = name or self.model.description.partition(",")[0]

@@ -28,7 +28,7 @@ NO_LIMIT = 1 << 30
 
 
 class Shape(NamedTuple):
-    """The sizes by which files that serve several models of one shape are found: base tables, light heads, texts.
+    """The sizes by which files that serve several models of one shape are found, such as light heads.
 
     Attributes:
         family: the architecture, as in "llama".
@@ -134,6 +134,7 @@ class Model(ABC):
         eos: tokens that end a completion; empty if the model does not say.
         sampling: how the model's authors suggest to sample, as fields of ``Options``; empty if they do not say.
         token_bytes: bytes of the keys and values of a token; 0 if unknown.
+        tokenizer: its tokenizer, by which base tables are found; None if unknown. ``LLM`` sets it.
         state: what was measured or loaded for the model, by what measured it (cost curves, light heads). Nothing else
             keeps such results, so they end with the model; ``forget`` drops them.
     """
@@ -150,6 +151,7 @@ class Model(ABC):
     eos: frozenset[int]
     sampling: Mapping[str, float] = MappingProxyType({})
     token_bytes: int = 0
+    tokenizer: Any = None
     state: dict[str, dict[Any, Any]]
 
     # ------------------------------------------------------------------------------- evaluating steps

@@ -76,14 +76,14 @@ class ModelUnderTest:
 
     def learned(self) -> dict[str, str]:
         """Digests of the base table and of the light head that drafters find for the model, by kind."""
-        from ..drafters.adaptive.base_files import base_table_of
+        from ..drafters.adaptive.base_files import base_table_of, key_of
         from ..drafters.adaptive.heads import find_head
 
         if self.model is None:
             return {}
-        name = self.model.shape.name
-        table = base_table_of(name, 0)
-        files = {"table": table and table.path, "head": find_head(name)}
+        model = self.model
+        table = base_table_of(model.tokenizer, key_of(model), model.shape.vocabulary)
+        files = {"table": table and table.path, "head": find_head(self.model.shape.name)}
         return {kind: sha256(file.read_bytes()).hexdigest()[:12] for kind, file in files.items() if file}
 
 

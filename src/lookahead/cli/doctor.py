@@ -175,12 +175,14 @@ def _weight_cache() -> dict[str, Any]:
 
 def _base_table(llm: LLM) -> str:
     """The table that the adaptive drafter uses, or how to get one, after the reasons why others cannot be used."""
-    from ..drafters.adaptive.base_files import read_tables
+    from ..drafters.adaptive.base_files import cannot_build, key_of, read_tables
 
-    tables, reasons = read_tables(llm.model.shape.name, llm.vocabulary)
+    tables, reasons = read_tables(key_of(llm.model), llm.vocabulary)
     if not tables:
-        return "; ".join([*reasons, "none; lookahead learn makes one"])
-    used = f"{tables[0].path}, from {tables[0].learned:,} tokens"
+        missing = cannot_build(llm.tokenizer) or "the first text makes one, in seconds"
+        return "; ".join([*reasons, f"none ({missing}); lookahead learn makes a better one"])
+    learned = tables[0].learned
+    used = f"{tables[0].path}, from {f'{learned:,} tokens' if learned else 'the corpus'}"
     return "; ".join([*reasons, f"in use: {used}"]) if reasons else used
 
 

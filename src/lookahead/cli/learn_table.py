@@ -35,7 +35,7 @@ def learn(
     It needs no data and no training. Ctrl-C stops generating and builds the table from the text so far; another run
     continues.
     """
-    from ..drafters.adaptive.base_files import base_table_of
+    from ..drafters.adaptive.base_files import key_of, read_tables
     from ..learning.table_learner import Goal, Learner
 
     # The goal, and the text of earlier runs.
@@ -65,10 +65,10 @@ def learn(
             f"interrupted; {learner.folder.tokens:,} tokens are kept, and another run continues"
         ) from None
     # Report.
-    used = base_table_of(llm.model.shape.name, llm.vocabulary)
-    if output is None and used is not None and used.path != table.path:
+    used = read_tables(key_of(llm.model), llm.vocabulary)[0]
+    if output is None and used and used[0].path != table.path:
         note(
-            f"the table {used.path}, from {used.learned:,} tokens, stays in use until this one is from more; "
+            f"the table {used[0].path}, from {used[0].learned:,} tokens, stays in use until this one is from more; "
             f"use this one with --table {table.path}"
         )
     if as_json:

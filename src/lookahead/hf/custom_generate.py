@@ -67,7 +67,7 @@ def generate(
         exact: allow only paths on which drafting changes no bit of the logits (docs/exactness.md).
         graph_memory: on a GPU: share of its memory for captured passes of this model, in this call and later ones;
             initially 0.1.
-        tokenizer: as for ``model.generate``, for ``stop_strings``.
+        tokenizer: as for ``model.generate``, for ``stop_strings``; a base table is used only if it is given.
         **model_kwargs: the inputs that transformers prepared for its own loop.
 
     Returns:
@@ -85,6 +85,7 @@ def generate(
     processors = logits_processor if logits_processor is not None else LogitsProcessorList()
     stopping_criteria = stopping_criteria if stopping_criteria is not None else StoppingCriteriaList()
     ours = HFModel(model)  # rejects models other than decoder-only language models
+    ours.tokenizer = tokenizer
     with ours.lock():
         probed = ours.probe
     facts: Any = probed.facts

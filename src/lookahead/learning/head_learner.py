@@ -15,7 +15,7 @@ from ..drafters.adaptive.sources.head_file import BLOCK, FORMAT, HeadWeights
 from ..records import CONTINUES, cache_folder, not_writable
 from .head_data import Positions
 from .hidden_states import check_room, collect
-from .self_text import Writer, check_folder, check_output, check_same_model
+from .self_text import Writer, check_folder, check_output, check_same_model, text_folder
 from .text_parts import Folder
 from .train_head import Training
 from .train_settings import TrainSettings
@@ -75,7 +75,7 @@ class HeadLearner:
 
         # The folders and files, checked before hours of work.
         name = llm.model.shape.name
-        self.texts = Folder(cache_folder() / "self-text" / name)
+        self.texts = Folder(text_folder(llm.model))
         self.folder = cache_folder() / "heads" / name
         self.output = output if output is not None else own_head_file(name)
         for folder in (self.texts.path, self.folder, self.output.absolute().parent):

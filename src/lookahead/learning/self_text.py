@@ -23,8 +23,10 @@ from ..core import Choose, OutOfMemory, Scores, SettingsError, TokenTree
 from ..core.errors import first_line
 from ..core.verify import as_choose
 from ..drafters import Plain
+from ..drafters.adaptive.base_files import key_of
+from ..model import Model
 from ..options import Options
-from ..records import check_writable
+from ..records import cache_folder, check_writable
 from ..sampling.scores import host_row
 from ..text.prompts import has_chat_template
 from .openings import beginning, opening
@@ -103,6 +105,11 @@ class _Job:
     kind: int
     temperature: float
     recorder: Recorder | None = None
+
+
+def text_folder(model: Model) -> Path:
+    """The folder of a model's own text, beside those of other models with its tokenizer."""
+    return cache_folder() / "self-text" / (key_of(model) or "none") / model.shape.name
 
 
 def check_folder(folder: Path) -> None:

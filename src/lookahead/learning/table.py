@@ -1,14 +1,14 @@
-"""Builds base tables (``drafters.adaptive.sources.base_table``) from a model's own text.
+"""Builds base tables (``drafters.adaptive.sources.base_table``) from a model's own text, from a corpus, or from both.
 
 The entry of each context of one, two or three tokens is the mean of the target's probabilities over all occurrences
-of the context, with the entry of the next shorter context (without the first token) as one more occurrence. A tenth
-of the texts is first held out to count how often proposals of each kind are right; then the final table is built from
-all texts.
+of the context, with the entry of the next shorter context (without the first token) as one more occurrence. In a
+corpus, which has no probabilities, the next token has probability 1. A tenth of a model's own texts is first held out
+to count how often proposals of each kind are right; then the final table is built from all texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -26,8 +26,15 @@ from .text_parts import Text
 READ = 10
 #: Number of tokens per entry.
 WIDTH = 8
+#: Largest number of contexts of a table, whose file then has at most 12 MB. Those whose entries say most are kept.
+MOST_CONTEXTS = 250_000
+#: The smallest number of occurrences in a corpus of a context of two or three tokens; others are left out early,
+#: because sorting them would take most of the time.
+LEAST_COUNT = 2
 #: Weight of the shorter context's entry, in occurrences.
 SHORTER = 1.0
+#: Weight of an occurrence in a corpus beside a model's own text.
+CORPUS_WEIGHT = 0.3
 #: Smallest probability to store.
 LEAST = 0.004
 #: Of every ``HELD_OUT`` runs of ``HELD_OUT`` consecutive texts, the last run is held out; runs contain all kinds of
@@ -47,7 +54,8 @@ class Places:
 
     Attributes:
         contexts: (n, 3) int64, the last three tokens.
-        ids, probabilities: (n, READ), the target's best tokens and their probabilities.
+        ids, probabilities: (n, k), the target's best tokens and their probabilities; k is READ for a model's own
+            text, and 1 for a corpus, of which only the next token is known.
         greedy: (n,), whether the text is greedy.
         held_out: (n,), whether the text is held out.
     """
@@ -84,6 +92,20 @@ class Places:
         parts = (contexts, ids, probabilities, greedy, held_out)
         return cls(*(np.concatenate(part) for part in parts))
 
+    @classmethod
+    def of_corpus(cls, texts: Sequence[Array]) -> Places:
+        """The positions of texts of token ids, each with probability 1 for the next token."""
+        texts = [text for text in texts if len(text) > ORDERS]
+        if not texts:
+            return cls.of([])
+        tokens = np.concatenate(texts).astype(np.int64)
+        starts = np.cumsum([0, *(len(text) for text in texts[:-1])])
+        inside = np.ones(len(tokens), bool)
+        inside[starts[:, None] + np.arange(ORDERS)] = False
+        at = np.flatnonzero(inside)
+        contexts = tokens[at[:, None] + np.arange(-ORDERS, 0)]
+        return cls(contexts, tokens[at, None], np.ones((len(at), 1)), *np.zeros((2, len(at)), bool))
+
     def __len__(self) -> int:
         return len(self.contexts)
 
@@ -98,7 +120,7 @@ class Level:
 
     Attributes:
         keys: (n,), the contexts as numbers with their tokens as digits in base V, ascending.
-        counts: (n,), number of occurrences of each.
+        counts: (n,), number of occurrences of each, weighted.
         ids, probabilities: (n, WIDTH), best first; -1 and 0 after the last.
         gains: (n,), how much each entry differs from the shorter context's, summed over its occurrences.
     """
@@ -115,7 +137,7 @@ def _means(groups: Array, ids: Array, weights: Array, vocabulary: int, count: in
     keys = groups * vocabulary + ids
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
-    firsts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
+    firsts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]][: len(keys)])
     sums = np.add.reduceat(weights[order], firsts)
     keys = keys[firsts]
     groups, ids = keys // vocabulary, keys % vocabulary
@@ -130,30 +152,57 @@ def _means(groups: Array, ids: Array, weights: Array, vocabulary: int, count: in
     return best_ids, best
 
 
-def levels_of(places: Places, vocabulary: int) -> list[Level]:
-    """The entries of all contexts of one, two and three tokens."""
+def levels_of(
+    parts: Sequence[Places], vocabulary: int, weights: Sequence[float] | None = None, least: float = 0.0
+) -> list[Level]:
+    """The entries of all contexts of one, two and three tokens.
+
+    Args:
+        parts: positions of different kinds of text.
+        vocabulary: V.
+        weights: of an occurrence in each part; 1 by default.
+        least: the smallest count of a context of two or three tokens; others are left out.
+    """
+    given = np.repeat(weights if weights is not None else np.ones(len(parts)), [len(part) for part in parts])
+    contexts = np.concatenate([part.contexts for part in parts])
     levels = list[Level]()
-    keys = np.zeros(len(places), np.int64)
+    keys = np.zeros(len(contexts), np.int64)
     digit = 1
     for order in range(ORDERS):
-        keys = keys + places.contexts[:, ORDERS - 1 - order] * digit
+        keys = keys + contexts[:, ORDERS - 1 - order] * digit
         digit *= vocabulary
-        unique, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
-        groups, ids = np.repeat(group, places.ids.shape[1]), places.ids.ravel().astype(np.int64)
-        weights = places.probabilities.ravel().astype(np.float64)
+        unique, group = np.unique(keys, return_inverse=True)
+        counts = np.bincount(group, given, len(unique))
+        if order and least:
+            kept = counts >= least
+            group = np.where(kept[group], (np.cumsum(kept) - 1)[group], -1)
+            unique, counts = unique[kept], counts[kept]
+
+        # The probabilities at all occurrences, each in the group of its context.
+        groups, ids, sums = [], [], []
+        begin = 0
+        for part in parts:
+            end = begin + len(part)
+            there = np.flatnonzero(group[begin:end] >= 0)
+            groups.append(np.repeat(group[begin:end][there], part.ids.shape[1]))
+            ids.append(part.ids[there].ravel().astype(np.int64))
+            sums.append((part.probabilities[there] * given[begin:end][there, None]).ravel())
+            begin = end
         shorter = 0.0
         if order:
             # The shorter context's entry is one more occurrence.
             above = levels[-1]
             shorter = SHORTER
             rows = np.searchsorted(above.keys, unique % (digit // vocabulary))
-            there = above.ids[rows] >= 0
-            groups = np.r_[groups, np.repeat(np.arange(len(unique)), WIDTH)[there.ravel()]]
-            ids = np.r_[ids, above.ids[rows][there]]
-            weights = np.r_[weights, SHORTER * above.probabilities[rows][there]]
-        best_ids, best = _means(groups, ids, weights, vocabulary, len(unique))
+            known = above.ids[rows] >= 0
+            groups.append(np.repeat(np.arange(len(unique)), WIDTH)[known.ravel()])
+            ids.append(above.ids[rows][known])
+            sums.append(SHORTER * above.probabilities[rows][known])
+        best_ids, best = _means(
+            np.concatenate(groups), np.concatenate(ids), np.concatenate(sums), vocabulary, len(unique)
+        )
         best /= (counts + shorter)[:, None]
-        gains = counts.astype(np.float64)
+        gains = counts.copy()
         if order:
             gains *= _differences(best_ids, best, above.ids[rows], above.probabilities[rows])
         levels.append(Level(unique, counts, best_ids, best, gains))
@@ -212,7 +261,7 @@ def trie_of(levels: list[Level], vocabulary: int, most: int | None = None) -> Tr
         probabilities[:, 1:][probabilities[:, 1:] < LEAST] = 0
         there = probabilities > 0
         steps = np.round(-np.log(np.maximum(probabilities, 1e-30)) / STEP).clip(0, ABSENT - 1)
-        counts[rows] = level.counts[with_entry].clip(1, 255)
+        counts[rows] = level.counts[with_entry].round().clip(1, 255)
         ids[rows] = np.where(there, level.ids[with_entry], 0)
         logs[rows] = np.where(there, steps, ABSENT)
 
@@ -272,14 +321,15 @@ def limited(hits: Array, trials: Array) -> tuple[Array, Array]:
 
 
 def build(
-    texts: Iterable[Text], vocabulary: int, most: int | None = None
+    texts: Iterable[Text], vocabulary: int, most: int | None = None, corpus: Places | None = None
 ) -> tuple[Trie, dict[str, tuple[Array, Array]], int]:
     """(trie, counts of its buckets, number of tokens of the texts), for ``save_table``.
 
     Args:
-        texts: the model's self-generated texts.
+        texts: a model's self-generated texts.
         vocabulary: V.
         most: largest number of contexts to keep, approximately; None for all.
+        corpus: the positions of a corpus, which are counted too, with less weight.
 
     Raises:
         SettingsError: there is too little text.
@@ -289,6 +339,12 @@ def build(
         raise SettingsError(
             f"a table needs more of the model's own text, got {len(places)} tokens; learn longer"
         )
-    trial = trie_of(levels_of(places.where(~places.held_out), vocabulary), vocabulary, most)
-    counts = count_kinds(trial, places.where(places.held_out))
-    return trie_of(levels_of(places, vocabulary), vocabulary, most), counts, len(places)
+
+    def table(own: Places) -> Trie:
+        if corpus is None:
+            return trie_of(levels_of([own], vocabulary), vocabulary, most)
+        weights, least = [1.0, CORPUS_WEIGHT], LEAST_COUNT * CORPUS_WEIGHT
+        return trie_of(levels_of([own, corpus], vocabulary, weights, least), vocabulary, most)
+
+    counts = count_kinds(table(places.where(~places.held_out)), places.where(places.held_out))
+    return table(places), counts, len(places)

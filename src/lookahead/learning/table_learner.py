@@ -1,7 +1,7 @@
-"""``learn``: writes a model's own text and builds its base table.
+"""``learn``: writes a model's own text and builds the base table of its tokenizer.
 
 The text is kept in the user's cache folder, so that learning can be interrupted and continued; the table is rebuilt
-from all of it.
+from all of it, from the text of other models with the same tokenizer, and from the corpus.
 """
 
 from __future__ import annotations
@@ -12,20 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core import SettingsError
-from ..drafters.adaptive.base_files import learned_file
+from ..drafters.adaptive.base_files import cannot_build, key_of, table_file
 from ..drafters.adaptive.sources.base_table import BaseTable, open_table, save_table
-from ..records import cache_folder
-from .self_text import Writer, check_folder, check_output, check_same_model
-from .table import build
+from . import corpus
+from .self_text import Writer, check_folder, check_output, text_folder
+from .table import MOST_CONTEXTS, build
 from .text_parts import Folder
 
 if TYPE_CHECKING:
     from ..llm import LLM
-
-
-#: Largest number of contexts of a table; those that add most are kept. Each takes up to 44 bytes, as may its
-#: parent, so that the file is not larger than readers accept (``base_table.LARGEST_FILE``).
-MOST_CONTEXTS = 12_000_000
 
 
 @dataclass(frozen=True)
@@ -63,11 +58,14 @@ class Goal:
 
 
 class Learner:
-    """Writes text of a model and builds its table.
+    """Writes text of a model and builds the table of its tokenizer.
 
     Args:
         llm: the model, with a tokenizer.
-        output: the file of the table; None for the one that is found by the model's sizes.
+        output: the file of the table; None for the one that is found by the tokenizer.
+
+    Attributes:
+        folder: the folder of this model's text.
 
     Raises:
         SettingsError: the model has no tokenizer, a folder cannot be written, or earlier text is damaged.
@@ -75,14 +73,13 @@ class Learner:
 
     def __init__(self, llm: LLM, output: Path | None = None) -> None:
         self._llm = llm
-        self._name = llm.model.shape.name
-        self.output = output if output is not None else learned_file(self._name)
-        self.folder = Folder(cache_folder() / "self-text" / self._name)
+        self._key = key_of(llm.model)
+        self.output = output if output is not None else table_file(self._key)
+        self.folder = Folder(text_folder(llm.model))
         for folder in (self.folder.path, self.output.absolute().parent):
             check_folder(folder)
         if output is not None:
             check_output(output, "base table", lambda about: "learned" in about)
-        check_same_model(llm.target(), self.folder)
         self._writer = Writer(llm, self.folder)
 
     def write(self, goal: Goal, progress: Callable[[float, int, float, float | None], None]) -> int:
@@ -104,14 +101,18 @@ class Learner:
         )
 
     def build(self) -> BaseTable:
-        """Build the table from all text so far, and save it.
+        """Build the table from all text of models with this tokenizer so far, and save it.
 
         Raises:
             SettingsError: there is too little text, or the table cannot be saved.
         """
-        trie, counts, learned = build(self.folder.read(), self._llm.vocabulary, MOST_CONTEXTS)
+        folders = [Folder(path, scan=False) for path in sorted(self.folder.path.parent.iterdir())]
+        texts = (text for folder in folders for text in folder.read())
+        tokenizer = self._llm.tokenizer
+        known = None if cannot_build(tokenizer) else corpus.split(tokenizer.backend_tokenizer, corpus.texts())
+        trie, counts, learned = build(texts, self._llm.vocabulary, MOST_CONTEXTS, known)
         try:
-            save_table(self.output, trie, counts, self._llm.vocabulary, self._name, learned)
+            save_table(self.output, trie, counts, self._llm.vocabulary, self._key, learned)
         except SettingsError as error:
             raise SettingsError(f"{error}; the text is kept, and the next run continues from it") from None
         return open_table(self.output)

@@ -1,95 +1,191 @@
-"""Locations of base tables, and the choice of a model's table.
+"""Locations of base tables, the choice of a model's table, and the start of building one.
 
-A table's file name encodes the vocabulary and sizes of the model, but not its weights. A table learned from a 4-bit
-file therefore serves the same model in any dtype, since a wrong guess costs a row and never changes a token. Tables
-made by ``lookahead learn`` are in the user's cache folder; this package includes one. If a model has both, the one
-that was built from more text is used.
+A table belongs to a tokenizer, not to a model: it says which tokens follow which in text that models write, and they
+write alike. All models with one tokenizer therefore share a table, in any size and dtype; a wrong guess costs a row
+and never changes a token. The tables of this machine are in the user's cache folder: ``lookahead learn`` makes them,
+and where there is none, another process counts the package's corpus (``lookahead.learning.corpus``), once for each
+tokenizer, while the first text is decoded without. This package includes the table of the default model's tokenizer.
+If a tokenizer has both, the one with more of models' own text is used.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import subprocess
+import sys
+import tempfile
 import warnings
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from ...core import SettingsError
+from ...model import Model
 from ...records import cache_folder
 from .sources.base_table import BaseTable, open_table
 
 #: The tables included in this package.
 INCLUDED = Path(__file__).parent / "tables"
+#: The smallest vocabulary for which a table is built. Smaller ones split words into so many pieces that the corpus
+#: would take minutes.
+SMALLEST_VOCABULARY = 8000
+#: A tokenizer's key is a digest of the tokens of this text, which tells vocabularies and rules apart: words, case,
+#: numbers, spaces, punctuation, code and scripts. It must not change, because files are named by the key.
+PROBE = """The quick brown fox jumps over 13 lazy dogs; isn't that "fun"? In 1984, it's 3.14159 or $2,000,000 (50%).
+UPPERCASE words, CamelCase and snake_case_names, e-mail: someone@example.org, https://example.org/index.html?q=1&r=2
+\tdef fibonacci(n: int) -> list[int]:\n        return [x ** 2 for x in range(n) if x % 2 == 0]  # a comment
+    public static void main(String[] args) { System.out.println("Hello!\\n"); }\n\n\n   <div class="a">...</div>
+SELECT name, COUNT(*) FROM users WHERE id <> 7 GROUP BY name;   -- two   or    more     spaces
+Größe, façade, mañana, coração, Ærø, žluťoučký kůň, İstanbul, Việt Nam; «là-bas», „dort“, “there” – and — so…
+Здравствуй, мир! Γειά σου Κόσμε. שלום עולם. مرحبا بالعالم. नमस्ते दुनिया। สวัสดีชาวโลก
+你好，世界！我们今天学习数学。 こんにちは世界。 안녕하세요 세계.
+1. one\n2. two\n- [ ] three\n* **four**\n| a | b |\n|---|---|\n∑ x² ≤ ∞, α → β, 25 °C, ½, 😀👍🏽 ✓"""
+
+#: Name of a shape -> key of its tokenizer: the default model's, for callers that have no tokenizer.
+KNOWN = {"v49152-h576-l30": "988cbb1a7abc49cc"}
+
+#: The tokenizers whose tables this process has tried to build, with the process that does; None if none was started.
+_building: dict[str, subprocess.Popen[bytes] | None] = {}
 
 
-def learned_file(name: str) -> Path:
-    """The file in which ``lookahead learn`` saves the table of a model.
+def tokenizer_key(tokenizer: Any) -> str:
+    """What tells a tokenizer from others, by how it splits text; "" if it cannot split it.
 
-    Args:
-        name: ``lookahead.model.Shape.name``.
+    Special tokens, which models with one vocabulary add in different numbers, make no difference.
     """
-    return cache_folder() / "tables" / f"{name}.safetensors"
+    try:
+        ids = tokenizer(PROBE, add_special_tokens=False).input_ids
+    except Exception:  # a tokenizer is anyone's code; without a key, no table is found
+        return ""
+    return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()[:16]
+
+
+def key_of(model: Model) -> str:
+    """The key of a model's tokenizer; "" if it is not known."""
+    if model.tokenizer is None:
+        return KNOWN.get(model.shape.name, "")
+    kept = model.state.setdefault("tokenizer", {})
+    if "key" not in kept:
+        kept["key"] = tokenizer_key(model.tokenizer)
+    key: str = kept["key"]
+    return key
+
+
+def table_file(key: str) -> Path:
+    """The file of the table that is made on this machine for a tokenizer."""
+    return cache_folder() / "tables" / f"{key}.safetensors"
 
 
 def existing_files(own: Path, included: Path) -> list[Path]:
-    """Those of a model's files that exist: the one made on this machine, then the one included in the package."""
+    """Those of two files that exist: the one made on this machine, then the one included in the package."""
     # Path.is_file raises PermissionError before Python 3.14 if the home folder is not accessible.
     return [file for file in (own, included / own.name) if os.path.isfile(file)]
 
 
-def read_tables(name: str, vocabulary: int) -> tuple[list[BaseTable], list[str]]:
-    """The usable tables of a model, the one built from most text first, and why its other tables cannot be used.
+def read_tables(key: str, vocabulary: int) -> tuple[list[BaseTable], list[str]]:
+    """The usable tables of a tokenizer, the one to use first, and why its other tables cannot be used.
 
     The table of a short ``lookahead learn`` gives worse guesses than an included one that was built from more text.
 
     Args:
-        name: ``lookahead.model.Shape.name``.
+        key: the tokenizer's key.
         vocabulary: V of the model; 0 if unknown.
     """
     tables = list[BaseTable]()
     reasons = list[str]()
-    for file in existing_files(learned_file(name), INCLUDED):
+    for file in existing_files(table_file(key), INCLUDED) if key else ():
         try:
-            tables.append(checked_table(file, vocabulary))
+            tables.append(checked_table(file, vocabulary, key))
         except SettingsError as error:
             reasons.append(str(error))
     return sorted(tables, key=lambda table: -table.learned), reasons
 
 
-def base_table_of(name: str, vocabulary: int) -> BaseTable | None:
-    """The first of ``read_tables``; None if there is none. Warns about those that cannot be used."""
-    tables, reasons = read_tables(name, vocabulary)
+def base_table_of(tokenizer: Any, key: str, vocabulary: int) -> BaseTable | None:
+    """The first of ``read_tables`` for a tokenizer. Warns about those that cannot be used.
+
+    If there is none, another process starts to build one, and later calls return it once it is complete.
+
+    Args:
+        tokenizer: of the model; None if unknown.
+        key: its key.
+        vocabulary: V of the model.
+    """
+    tables, reasons = read_tables(key, vocabulary)
     for reason in reasons:
         _warn(reason)
+    if not tables and key and key not in _building:
+        _building[key] = None
+        if not cannot_build(tokenizer):
+            build_in_background(tokenizer, key)
     return tables[0] if tables else None
 
 
-def usable_table(path: str | os.PathLike[str], vocabulary: int) -> BaseTable | None:
+def cannot_build(tokenizer: Any) -> str:
+    """Why no table can be counted for a tokenizer; "" if one can."""
+    known = tokenizer is not None and hasattr(type(tokenizer), "backend_tokenizer")
+    if known and len(tokenizer) < SMALLEST_VOCABULARY:
+        return f"a base table needs a vocabulary of at least {SMALLEST_VOCABULARY} tokens, this has {len(tokenizer)}"
+    if not known or not hasattr(tokenizer.backend_tokenizer, "to_str"):
+        return "a base table needs a tokenizer of the library tokenizers"
+    return ""
+
+
+def build_in_background(tokenizer: Any, key: str) -> None:
+    """Start a process of low priority that builds a tokenizer's table. It goes on after this one has ended.
+
+    Args:
+        tokenizer: one for which ``cannot_build`` finds no reason.
+        key: its key.
+    """
+    program = (
+        "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); hasattr(os, 'nice') and os.nice(16); "
+        f"from lookahead.learning.corpus import main; main({key!r})"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(tokenizer.backend_tokenizer.to_str().encode())
+            file.seek(0)
+            _building[key] = subprocess.Popen(
+                [sys.executable, "-c", program], stdin=file, stdout=subprocess.DEVNULL, env=environment
+            )
+    except OSError as error:
+        _warn(f"no base table can be built for this tokenizer ({error.strerror})")
+
+
+def wait_for_tables() -> None:
+    """Wait until the tables that this process has started to build are complete."""
+    for process in _building.values():
+        if process is not None:
+            process.wait()
+
+
+def usable_table(path: str | os.PathLike[str], vocabulary: int, key: str = "") -> BaseTable | None:
     """The table in a file. If it cannot be used, warn and return None; decoding continues without it.
 
     Args:
         path: the file.
         vocabulary: V of the model; 0 if unknown.
+        key: of the model's tokenizer; "" if unknown.
     """
     try:
-        return checked_table(path, vocabulary)
+        return checked_table(path, vocabulary, key)
     except SettingsError as error:
         _warn(str(error))
         return None
 
 
-def checked_table(path: str | os.PathLike[str], vocabulary: int) -> BaseTable:
-    """The table in a file.
-
-    Args:
-        path: the file.
-        vocabulary: V of the model; 0 if unknown.
+def checked_table(path: str | os.PathLike[str], vocabulary: int, key: str = "") -> BaseTable:
+    """The table in a file; arguments as for ``usable_table``.
 
     Raises:
-        SettingsError: the file is not a base table, or it belongs to another vocabulary.
+        SettingsError: the file is not a base table, or it belongs to another tokenizer.
     """
     table = open_table(path)
     if vocabulary:
-        table.check(vocabulary)
+        table.check(vocabulary, key)
     return table
 
 

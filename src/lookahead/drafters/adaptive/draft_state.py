@@ -51,7 +51,7 @@ class AdaptiveDraftState(DraftState):
         self._sampling = sequence.noise
         self._table = given.base_table
         if settings.table is not None:
-            self._table = usable_table(settings.table, sequence.vocabulary)
+            self._table = usable_table(settings.table, sequence.vocabulary, given.tokenizer)
         self._prompt = sequence.prompt
         self._curve = given.cost_curve if given.cost_curve is not None else CostCurve.assumed()
 

@@ -15,9 +15,11 @@ class ForModel(NamedTuple):
     Attributes:
         cost_curve: the cost of steps; None if the number of rows is fixed.
         head: the light head, shared by all sequences.
-        base_table: next-token statistics of text that the model generated.
+        base_table: next-token statistics of text that models generated.
+        tokenizer: the key of the model's tokenizer; "" if unknown.
     """
 
     cost_curve: CostCurve | None = None
     head: LightHead | None = None
     base_table: BaseTable | None = None
+    tokenizer: str = ""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ...core import Target
 from ...model import Model
 from ..notice import notice
-from .base_files import base_table_of
+from .base_files import base_table_of, key_of
 from .for_model import ForModel
 from .heads import head_of
 from .model_curves import curve_of
@@ -29,5 +29,5 @@ def prepare(
     if drafter.head is not None:
         head = head_of(model, target, drafter.head, notice)
     if "base" in drafter.sources and drafter.table is None:
-        table = base_table_of(model.shape.name, model.shape.vocabulary)
-    return ForModel(curve, head, table)
+        table = base_table_of(model.tokenizer, key_of(model), model.shape.vocabulary)
+    return ForModel(curve, head, table, key_of(model))

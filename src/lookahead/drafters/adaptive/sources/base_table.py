@@ -1,8 +1,9 @@
 """The base table: the likeliest next tokens after contexts of one, two and three tokens, learned before any request.
 
 It is read-only, so all sequences of a process share one copy, and nothing is ever evicted.
-``lookahead.learning`` builds it from text that the model generated. The entry of a context lists the tokens with the
-largest probabilities, each the mean of the target's probabilities over all occurrences of the context.
+``lookahead.learning`` builds it from text that models generated. The entry of a context lists the tokens with the
+largest probabilities, each the mean of the target's probabilities over all occurrences of the context; where only the
+text is known, the next token has probability 1.
 
 The contexts are the nodes of a trie, sorted by level and then by tokens. A node's children are adjacent:
 
@@ -315,16 +316,16 @@ class BaseTable:
         path: its file.
         trie: its arrays.
         counts: "greedy" and "sampled" -> (hits, trials) of the buckets of its proposals, from held-out text.
-        vocabulary: V.
-        model: the model's name, from ``lookahead.model.Shape.name``.
-        learned: number of tokens of the text from which it was built.
+        vocabulary: V, or one more than the largest token.
+        tokenizer: the key of its tokenizer; "" if unknown.
+        learned: number of tokens of models' own text from which it was built; 0 for a table counted in the corpus.
     """
 
     path: Path
     trie: Trie
     counts: dict[str, tuple[Any, Any]]
     vocabulary: int
-    model: str
+    tokenizer: str
     learned: int
 
     @property
@@ -339,9 +340,17 @@ class BaseTable:
         second = int(self.trie.children[first]) - first
         return [first, second, len(self.trie.low) - first - second]
 
-    def check(self, vocabulary: int) -> None:
-        """Raise SettingsError unless the table has this vocabulary."""
-        if self.vocabulary != vocabulary:
+    def check(self, vocabulary: int, tokenizer: str = "") -> None:
+        """Raise SettingsError unless the table is for this vocabulary, and for this tokenizer if both are known."""
+        if self.tokenizer and tokenizer and self.tokenizer != tokenizer:
+            raise SettingsError(
+                f"a base table must be for the model's tokenizer ({tokenizer}), but {self.path} is for another "
+                f"({self.tokenizer}); create one with lookahead learn"
+            )
+        # Models with one tokenizer may have unused tokens at the end, in different numbers.
+        if self.vocabulary > vocabulary or (
+            self.vocabulary < vocabulary and not (self.tokenizer and tokenizer)
+        ):
             raise SettingsError(
                 f"a base table must have the model's vocabulary of {vocabulary} tokens, "
                 f"{self.path} has {self.vocabulary}; create one with lookahead learn"
@@ -349,7 +358,7 @@ class BaseTable:
 
 
 def save_table(
-    path: Path, trie: Trie, counts: dict[str, tuple[Any, Any]], vocabulary: int, model: str, learned: int
+    path: Path, trie: Trie, counts: dict[str, tuple[Any, Any]], vocabulary: int, tokenizer: str, learned: int
 ) -> None:
     """Write a table atomically: readers of an older file at this path keep reading the older one.
 
@@ -357,9 +366,9 @@ def save_table(
         path: the file; its folder is created.
         trie: the contexts and their entries.
         counts: "greedy" and "sampled" -> (hits, trials) of the buckets of its proposals, from held-out text.
-        vocabulary: V.
-        model: the model's name, from ``lookahead.model.Shape.name``.
-        learned: number of tokens of the text from which it was built.
+        vocabulary: V, or one more than the largest token.
+        tokenizer: the key of its tokenizer.
+        learned: number of tokens of models' own text from which it was built.
 
     Raises:
         SettingsError: the table is larger than readers accept, the folder cannot be written, or its disk is full. An
@@ -371,7 +380,7 @@ def save_table(
     for name, (hits, trials) in counts.items():
         arrays |= {f"{name}_hits": hits, f"{name}_trials": trials}
     ready = {name: np.ascontiguousarray(arrays[name], dtype) for name, dtype in ARRAYS.items()}
-    about = {"format": FORMAT, "vocabulary": str(vocabulary), "model": model, "learned": str(learned)}
+    about = {"format": FORMAT, "vocabulary": str(vocabulary), "tokenizer": tokenizer, "learned": str(learned)}
     content = save(ready, about)
     if len(content) > LARGEST_FILE:
         raise SettingsError(
@@ -415,7 +424,7 @@ def _opened(path: Path, *version: int) -> BaseTable:
             must(hits.shape == trials.shape == (math.prod(axes),), "the wrong number of buckets")
             must(bool((np.isfinite(trials) & (hits >= 0) & (hits <= trials)).all()), "hits above trials")
             counts[name] = hits, trials
-        return BaseTable(path, trie, counts, vocabulary, about["model"], learned)
+        return BaseTable(path, trie, counts, vocabulary, about.get("tokenizer", ""), learned)
     except (ValueError, KeyError, OSError) as error:
         detail = f"{error} is missing" if isinstance(error, KeyError) else error
         raise SettingsError(f"{path} is not a usable base table: {detail}; learn it again") from None
