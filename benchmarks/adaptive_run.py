@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -53,8 +53,8 @@ class Watched(Drafter):
         self.levels = levels
         self.without_tree: list[bool] = []
 
-    def prepare(self, model: Any, target: Target, make_target: Callable[[], Target]) -> Drafter:
-        self.drafter = self.drafter.prepare(model, target, make_target)
+    def prepare(self, model: Any, target: Target) -> Drafter:
+        self.drafter = self.drafter.prepare(model, target)
         return self
 
     def start(self, sequence: Start) -> DraftState:

@@ -26,6 +26,7 @@ from lookahead.drafters.adaptive.model_curves import (
     load_curve,
     load_or_measure,
     machine,
+    measure_wanted,
     save_curve,
 )
 from lookahead.drafters.adaptive.state import AdaptiveState
@@ -332,12 +333,33 @@ def test_targets_whose_steps_differ_in_cost_have_separate_curves(llm, monkeypatc
     for load_again in (False, True):
         curves = []
         for target in targets:
-            prepared = Adaptive().prepare(llm.model, target, lambda target=target: target)
+            Adaptive().prepare(llm.model, target)
+            measure_wanted(llm.model, lambda target=target: target, pytest.fail)
+            prepared = Adaptive().prepare(llm.model, target)
             curves.append(prepared.for_model.cost_curve.pass_cost(4))
         assert curves == pytest.approx([1.6, 1.7])
         if not load_again:
             forget(llm)  # as in another process
     assert measured == list(targets)
+
+
+def test_the_first_text_does_not_wait_for_the_curve(llm, monkeypatch):
+    """The second has the measured curve, and the next process reads it."""
+    measured = []
+    monkeypatch.setattr(measure, "measure", lambda target: measured.append(1) or (CURVE, True))
+    before = [len(measured) for _ in llm.run([[5, 9, 14]], max_new_tokens=6)]
+    assert not any(before)
+    assert len(measured) == 1
+    assert Adaptive().prepare(llm.model, llm.target()).for_model.cost_curve == CURVE
+    forget(llm)
+    llm.generate([5, 9, 14], max_new_tokens=6)
+    assert len(measured) == 1
+
+
+def test_a_model_is_not_measured_for_drafters_without_a_curve(llm, cache):
+    for drafter in ("plain", "5,4,5", Adaptive(rows=4)):
+        llm.generate([5, 9, 14], max_new_tokens=6, drafter=drafter)
+    assert not (cache / "lookahead-decoding" / "costs").exists()
 
 
 def of_llama_cpp(runs_on="cpu", **options):

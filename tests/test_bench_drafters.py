@@ -177,7 +177,7 @@ def test_drafters_of_departures_get_what_those_of_a_user_get(llm, monkeypatch):
     class Watched(Drafter):
         table: str = ""
 
-        def prepare(self, model, target, make_target):
+        def prepare(self, model, target):
             assert model is llm.model
             return replace(self, table="the model's table")
 

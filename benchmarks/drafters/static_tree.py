@@ -8,7 +8,7 @@ that size exists for SmolLM2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ class StaticTree(Drafter):
 
     name = "static-tree"
 
-    def prepare(self, model: Any, target: Target, make_target: Callable[[], Target]) -> StaticTree:
+    def prepare(self, model: Any, target: Target) -> StaticTree:
         return replace(self, loaded=head_of(model, target, self.head, notice))
 
     def start(self, sequence: Start) -> DraftState:

@@ -397,6 +397,17 @@ class LLM:
                 if self.rank_group is not None and self.rank_group.error is not None:
                     raise self.rank_group.error  # no later prompt could be decoded
                 yield from updates
+                if any(update.result is not None for update in updates):
+                    self._measure()
+
+    def _measure(self) -> None:
+        """Measure the cost of steps, after the first text on a machine."""
+        if "curve is wanted" in self.model.state:
+            from .drafters.adaptive.model_curves import measure_wanted
+            from .drafters.notice import notice
+
+            with self.model.lock():
+                measure_wanted(self.model, self.target, notice)
 
     def tune(self) -> tuple[CostCurve, Path | None]:
         """Measure the cost of steps again, and save the curve that adaptive uses for this model and machine.

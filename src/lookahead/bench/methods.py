@@ -18,8 +18,10 @@ from typing import Any
 
 from ..core import Drafter, Engine, Request, SettingsError, Stats, Target
 from ..drafters import Adaptive, Lookahead, NGramPool, Plain, as_drafter
+from ..drafters.adaptive.model_curves import measure_wanted
 from ..drafters.checks import all_settings
 from ..drafters.names import METHODS
+from ..drafters.notice import notice
 from ..drafters.prepare import Preparation
 from ..llm import LLM, chooser_of
 from ..loading import load
@@ -68,7 +70,9 @@ class ModelUnderTest:
         target = self.target
         if self.model is None:
             return drafter
-        return Preparation(self.model, self.drafts, lambda: target)(drafter, target)
+        prepare = Preparation(self.model, self.drafts, lambda: target)
+        prepared = prepare(drafter, target)
+        return prepare(drafter, target) if measure_wanted(self.model, lambda: target, notice) else prepared
 
     def weights(self) -> int | None:
         """A checksum of samples of the weights: models of one name may differ. None if there is only a target."""

@@ -11,7 +11,7 @@ A new method is one subclass of ``Drafter`` and one of ``DraftState``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -148,8 +148,8 @@ class Drafter(ABC):
         """The number of rows in the largest step; None if the method adapts to any row limit."""
         return None
 
-    def prepare(self, model: Any, target: Target, make_target: Callable[[], Target]) -> Drafter:
-        """The drafter for sequences of one model, with what it has to measure or load for that model.
+    def prepare(self, model: Any, target: Target) -> Drafter:
+        """The drafter for sequences of one model, with what it has to load for that model.
 
         Called when a sequence leaves the queue, so later calls for one model must be cheap. Most methods need nothing
         and return themselves.
@@ -157,6 +157,5 @@ class Drafter(ABC):
         Args:
             model: a ``lookahead.model.Model``.
             target: the target that will evaluate the sequence; other sequences may use it.
-            make_target: makes another target, to measure steps.
         """
         return self

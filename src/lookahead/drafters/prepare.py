@@ -42,9 +42,12 @@ class Preparation:
 
     def __call__(self, drafter: Drafter, target: Target) -> Drafter:
         self._captured = target.captures
-        prepared = (drafter if self._drafts else Plain()).prepare(self._model, target, self._make_target)
+        prepared = (drafter if self._drafts else Plain()).prepare(self._model, target)
         if self._limits_rows:
-            from .adaptive.model_curves import curve_of, known_curve  # imports numpy
+            from .adaptive.model_curves import curve_of, known_curve, measure_wanted  # imports numpy
+
+            if measure_wanted(self._model, self._make_target, notice):
+                prepared = drafter.prepare(self._model, target)
 
             if (prepared.max_step_rows or 0) > LEAST_ROWS:
                 curve_of(self._model, target, self._make_target, notice)

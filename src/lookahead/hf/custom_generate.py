@@ -18,6 +18,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..core import Engine, LookaheadError, Request, SettingsError, Stats, Target
 from ..drafters import as_drafter
+from ..drafters.adaptive.model_curves import measure_wanted
+from ..drafters.notice import notice
 from ..drafters.prepare import Preparation
 from .batch_sequence import Criteria, Row, for_row, may_draw_ahead, row_processors
 from .caller import DROPPED, CustomGenerate
@@ -182,6 +184,8 @@ def generate(
         noise.settle(longest)
     if streamer is not None:
         streamer.end()
+    with ours.lock():
+        measure_wanted(ours, fresh, notice)  # after the first text on a machine
 
     # The result, in transformers' form.
     sequences = input_ids.new_full((batch, prompt_length + longest), pad if pad is not None else 0)

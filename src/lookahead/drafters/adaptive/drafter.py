@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -63,11 +62,11 @@ class Adaptive(AdaptiveSettings, Drafter):
     def __str__(self) -> str:
         return text_form(self.name, self)
 
-    def prepare(self, model: Any, target: Target, make_target: Callable[[], Target]) -> Adaptive:
+    def prepare(self, model: Any, target: Target) -> Adaptive:
         """The drafter with the model's cost curve, base table and light head, as far as its settings use them."""
         from .prepare import prepare  # imports numpy
 
-        return replace(self, for_model=prepare(self, model, target, make_target))
+        return replace(self, for_model=prepare(self, model, target))
 
     def start(self, sequence: Start) -> AdaptiveDraftState:
         from .draft_state import AdaptiveDraftState  # imports numpy

@@ -1,5 +1,7 @@
 """The cost curves of loaded models: read from disk, or measured when a model is first used on a machine, and saved.
 
+The first text on a machine has the assumed curve, so that it does not wait; the curve is measured when it has ended.
+
 A measurement that other work disturbed is not saved, so the next process measures again. Its own process takes no row
 to cost less than it is assumed to, because a disturbed plain step makes rows look cheap.
 """
@@ -14,7 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, overload
 
 from ... import processor
 from ...core import NumericalError, OutOfMemory, SettingsError, Target
@@ -140,6 +142,36 @@ def _place(model: Model, target: Target) -> tuple[str, ...]:
     return model.weights, model.device, cost_path(target)
 
 
+def curve_at_hand(model: Model, target: Target, notice: Callable[[str], None]) -> CostCurve:
+    """The cost curve of a loaded model if it is known or on disk; else the assumed one, until ``measure_wanted``.
+
+    Args:
+        model, target, notice: as for ``curve_of``.
+    """
+    with measuring:
+        curve = known_curve(model, target)
+        if curve is None:
+            on_gpu = runs_on_gpu(model)
+            curve = load_or_measure(None, curve_key(model, target), notice, on_gpu)
+            if curve is None:
+                model.state["curve is wanted"] = True
+                return CostCurve.assumed(on_gpu)
+            model.state.setdefault("curves", {})[_place(model, target)] = curve
+        return curve
+
+
+def measure_wanted(model: Model, make_target: Callable[[], Target], notice: Callable[[str], None]) -> bool:
+    """Measure the curve of a model if a drafter had to do without. Returns whether one had to.
+
+    Args:
+        model, make_target, notice: as for ``curve_of``.
+    """
+    wanted = model.state.pop("curve is wanted", False)
+    if wanted:
+        curve_of(model, make_target(), make_target, notice)
+    return bool(wanted)
+
+
 def curve_of(
     model: Model, target: Target, make_target: Callable[[], Target], notice: Callable[[str], None]
 ) -> CostCurve:
@@ -163,10 +195,22 @@ def curve_of(
         return curve
 
 
-def load_or_measure(target: Target, name: str, notice: Callable[[str], None], on_gpu: bool) -> CostCurve:
-    """The curve of a target, read from disk, or measured and saved."""
+@overload
+def load_or_measure(
+    target: None, name: str, notice: Callable[[str], None], on_gpu: bool
+) -> CostCurve | None: ...
+
+
+@overload
+def load_or_measure(target: Target, name: str, notice: Callable[[str], None], on_gpu: bool) -> CostCurve: ...
+
+
+def load_or_measure(
+    target: Target | None, name: str, notice: Callable[[str], None], on_gpu: bool
+) -> CostCurve | None:
+    """The curve of a target, read from disk, or measured and saved; without a target, it is only read."""
     saved = load_curve(name, notice)
-    if saved is not None:
+    if saved is not None or target is None:
         return saved
     from .measure import measure
 

@@ -1,8 +1,6 @@
-"""Measures and loads what the adaptive drafter uses of a model: cost curve, light head and base table."""
+"""Loads what the adaptive drafter uses of a model: cost curve, light head and base table."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from ...core import Target
 from ...model import Model
@@ -10,13 +8,11 @@ from ..notice import notice
 from .base_files import base_table_of, key_of
 from .for_model import ForModel
 from .heads import head_of
-from .model_curves import curve_of
+from .model_curves import curve_at_hand
 from .settings import AdaptiveSettings
 
 
-def prepare(
-    drafter: AdaptiveSettings, model: Model, target: Target, make_target: Callable[[], Target]
-) -> ForModel:
+def prepare(drafter: AdaptiveSettings, model: Model, target: Target) -> ForModel:
     """What a drafter with these settings uses; arguments as for ``Drafter.prepare``.
 
     A head that cannot be used is reported once, and drafting continues without it.
@@ -25,7 +21,7 @@ def prepare(
     head = None
     table = None
     if drafter.rows is None:
-        curve = curve_of(model, target, make_target, notice)
+        curve = curve_at_hand(model, target, notice)
     if drafter.head is not None:
         head = head_of(model, target, drafter.head, notice)
     if "base" in drafter.sources and drafter.table is None:
