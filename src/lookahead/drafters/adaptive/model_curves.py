@@ -154,7 +154,7 @@ def curve_at_hand(model: Model, target: Target, notice: Callable[[str], None]) -
             on_gpu = runs_on_gpu(model)
             curve = load_or_measure(None, curve_key(model, target), notice, on_gpu)
             if curve is None:
-                model.state["curve is wanted"] = True
+                model.state["wanted curves"] = {_place(model, target): True}
                 return CostCurve.assumed(on_gpu)
             model.state.setdefault("curves", {})[_place(model, target)] = curve
         return curve
@@ -166,7 +166,7 @@ def measure_wanted(model: Model, make_target: Callable[[], Target], notice: Call
     Args:
         model, make_target, notice: as for ``curve_of``.
     """
-    wanted = model.state.pop("curve is wanted", False)
+    wanted = model.state.pop("wanted curves", None)
     if wanted:
         curve_of(model, make_target(), make_target, notice)
     return bool(wanted)
