@@ -1,6 +1,7 @@
 """The plug-in for the command-line tool `llm`, tested with llm itself, in-process and as a command."""
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -262,3 +263,12 @@ def test_llms_start_loads_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_an_answer_follows_a_schema(llm, named, folders):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    response = named(folders[0]).prompt(QUESTION, schema=schema, max_tokens=60)
+    assert json.loads(response.text())["n"] in (1, 2)
+    with pytest.raises(lookahead.core.SettingsError, match="schema: the JSON schema is not supported"):
+        named(folders[0]).prompt(QUESTION, schema={"type": "nothing"}).text()

@@ -60,6 +60,7 @@ class LookaheadModel(llm.Model):
     """
 
     can_stream = True
+    supports_schema = True
     Options = _options()
 
     def __init__(self, model_id: str) -> None:
@@ -79,7 +80,9 @@ class LookaheadModel(llm.Model):
         for ours, theirs in RENAMED.items():
             if theirs in given:
                 given[ours] = given.pop(theirs)
-        options = {"max_new_tokens": LONGEST} | given
+        options: dict[str, Any] = {"max_new_tokens": LONGEST} | given
+        if prompt.schema is not None:
+            options["logits_processor"] = _grammar(model, prompt.schema)
         with model.stream(chat_prompt(messages_of(prompt), model.tokenizer), **options) as pieces:
             if stream:
                 yield from pieces
@@ -101,6 +104,17 @@ class LookaheadModel(llm.Model):
             quiet()
             self._loaded = how, load_with(LoadOptions(**{"path_or_id": path, "prefix_cache": 1} | how))
         return self._loaded[1]
+
+
+def _grammar(model: LLM, schema: Any) -> Any:
+    try:
+        from ..server.grammar import Constraint, Grammars
+    except ImportError:
+        raise SettingsError(
+            "a schema needs the extras serve and grammar; install them with pip install '.[serve,grammar]' in the "
+            "project's folder"
+        ) from None
+    return Grammars(model).process(Constraint("json", schema, "schema"))
 
 
 def messages_of(prompt: Any) -> list[dict[str, str]]:
