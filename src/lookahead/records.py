@@ -116,7 +116,7 @@ def read_bytes(path: Path, largest: int) -> bytes:
     """
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        must(size <= largest, f"it has {size} bytes, but may have at most {largest}")
+        require(size <= largest, f"it has {size} bytes, but may have at most {largest}")
         return file.read(largest)
 
 
@@ -160,10 +160,10 @@ def read_arrays(path: Path, largest: int) -> tuple[dict[str, str], dict[str, Any
     return header.get("__metadata__", {}), arrays
 
 
-def must(right: Any, otherwise: str) -> None:
-    """Raise ValueError with the message ``otherwise`` unless a condition on a file's contents holds."""
-    if not right:
-        raise ValueError(otherwise)
+def require(condition: Any, message: str) -> None:
+    """Raise ValueError with this message unless a condition on a file's contents holds."""
+    if not condition:
+        raise ValueError(message)
 
 
 def finite(value: Any) -> Any:

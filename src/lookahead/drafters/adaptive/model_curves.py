@@ -21,7 +21,7 @@ from typing import Any, overload
 from ... import processor
 from ...core import NumericalError, OutOfMemory, SettingsError, Target
 from ...model import Model
-from ...records import cache_folder, must, not_writable, read_json, replacing
+from ...records import cache_folder, not_writable, read_json, replacing, require
 from ...threads import thread_count
 from .cost import CostCurve
 
@@ -115,7 +115,7 @@ def load_curve(name: str, notice: Callable[[str], None]) -> CostCurve | None:
         if content is None:
             return None
         for part, value in _origin(name).items():
-            must(content[part] == value, f"it is of another {part}")
+            require(content[part] == value, f"it is of another {part}")
         rows = {
             int(context): {int(count): float(cost) for count, cost in points.items()}
             for context, points in content["rows"].items()

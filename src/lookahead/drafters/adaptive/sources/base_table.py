@@ -36,7 +36,7 @@ import numpy as np
 
 from ....core import SettingsError
 from ....machine_code import compiled, int64
-from ....records import must, not_writable, read_arrays, replacing
+from ....records import not_writable, read_arrays, replacing, require
 from ..calibration import (
     BINS,
     DISTANCES,
@@ -421,8 +421,8 @@ def _opened(path: Path, *version: int) -> BaseTable:
         counts = {}
         for name, axes in zip(("greedy", "sampled"), BASE_AXES, strict=True):
             hits, trials = arrays[f"{name}_hits"], arrays[f"{name}_trials"]
-            must(hits.shape == trials.shape == (math.prod(axes),), "the wrong number of buckets")
-            must(bool((np.isfinite(trials) & (hits >= 0) & (hits <= trials)).all()), "hits above trials")
+            require(hits.shape == trials.shape == (math.prod(axes),), "the wrong number of buckets")
+            require(bool((np.isfinite(trials) & (hits >= 0) & (hits <= trials)).all()), "hits above trials")
             counts[name] = hits, trials
         return BaseTable(path, trie, counts, vocabulary, about.get("tokenizer", ""), learned)
     except (ValueError, KeyError, OSError) as error:
@@ -436,20 +436,20 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     if about.get("format") != FORMAT:
         raise ValueError(f"its format is {about.get('format', 'unknown')}, but this version reads {FORMAT}")
     for name, kind in ARRAYS.items():
-        must(arrays[name].dtype == kind, f"{name} has the wrong type")
+        require(arrays[name].dtype == kind, f"{name} has the wrong type")
     return about, {name: _fixed(arrays[name]) for name in ARRAYS}
 
 
 def _check(trie: Trie, vocabulary: int) -> None:
     """Raise ValueError unless every index in these arrays is in range and everything is in order."""
     nodes = len(trie.low)
-    must(0 < vocabulary <= MAX_VOCABULARY, f"a vocabulary of {vocabulary} tokens")
-    must(trie.roots.shape == (vocabulary,), "roots for a different vocabulary")
-    must(trie.children.ndim == 1 and len(trie.children) >= 1, "no children")
-    must(trie.low.shape == trie.high.shape == trie.counts.shape == (nodes,), "arrays of unequal length")
+    require(0 < vocabulary <= MAX_VOCABULARY, f"a vocabulary of {vocabulary} tokens")
+    require(trie.roots.shape == (vocabulary,), "roots for a different vocabulary")
+    require(trie.children.ndim == 1 and len(trie.children) >= 1, "no children")
+    require(trie.low.shape == trie.high.shape == trie.counts.shape == (nodes,), "arrays of unequal length")
     width = trie.logs.shape[-1] if trie.logs.ndim == 2 else 0
-    must(1 <= width <= MAX_WIDTH, f"entries of {width} tokens")
-    must(
+    require(1 <= width <= MAX_WIDTH, f"entries of {width} tokens")
+    require(
         trie.ids_low.shape == trie.ids_high.shape == trie.logs.shape == (nodes, width),
         "entries of different shapes",
     )
@@ -457,23 +457,23 @@ def _check(trie: Trie, vocabulary: int) -> None:
     # The nodes of each level are contiguous, and so are the children of each node.
     first = int((trie.roots >= 0).sum())
     children = trie.children.astype(np.int64)
-    must(np.array_equal(trie.roots[trie.roots >= 0], np.arange(first)), "roots out of order")
-    must(children[0] == first and len(children) > first, "children out of range")
-    must((np.diff(children) >= 0).all() and children[-1] == nodes, "children out of order")
-    must(children[first] == len(children) - 1, "levels out of order")
+    require(np.array_equal(trie.roots[trie.roots >= 0], np.arange(first)), "roots out of order")
+    require(children[0] == first and len(children) > first, "children out of range")
+    require((np.diff(children) >= 0).all() and children[-1] == nodes, "children out of order")
+    require(children[first] == len(children) - 1, "levels out of order")
     tokens = trie.high.astype(np.int64) << 16 | trie.low
     if nodes:
         ends = np.zeros(nodes, bool)
         ends[children[children < nodes]] = True  # the first child of a node
         ends[0] = True
-        must(((np.diff(tokens) > 0) | ends[1:]).all() and tokens.max() < vocabulary, "tokens out of order")
+        require(((np.diff(tokens) > 0) | ends[1:]).all() and tokens.max() < vocabulary, "tokens out of order")
 
     # The candidates of an entry are tokens, likeliest first.
     ids = trie.ids_high.astype(np.int64) << 16 | trie.ids_low
     there = trie.logs != ABSENT
-    must((ids[there] < vocabulary).all(), "a token out of range")
-    must((trie.logs[:, 1:] >= trie.logs[:, :-1]).all(), "probabilities out of order")
-    must((there[:, 0] == (trie.counts > 0)).all(), "an entry without tokens")
+    require((ids[there] < vocabulary).all(), "a token out of range")
+    require((trie.logs[:, 1:] >= trie.logs[:, :-1]).all(), "probabilities out of order")
+    require((there[:, 0] == (trie.counts > 0)).all(), "an entry without tokens")
 
 
 class BaseSource(Source):

@@ -26,7 +26,7 @@ import numpy as np
 
 from ....core import SettingsError
 from ....core.errors import first_line
-from ....records import must, read_arrays, replacing
+from ....records import read_arrays, replacing, require
 
 FORMAT = "lookahead light head 1"
 #: What to do about a file that cannot be used.
@@ -179,11 +179,11 @@ def _checked(numbers: Any, arrays: Mapping[str, Array], about: Any) -> HeadWeigh
     shortlist = arrays["shortlist"]
     width = len(arrays["gate"])
     whole = all(isinstance(size, int) and 0 < size <= MAX_SIZE for size in (vocabulary, hidden, width))
-    must(whole and hidden % BLOCK == width % BLOCK == 0, "its sizes must be multiples of 32")
-    must(isinstance(levels, int) and 1 <= levels <= MAX_LEVELS, f"levels must be 1 to {MAX_LEVELS}")
-    must(bits in BLOCK_BYTES, "its bits must be 4 or 8")
-    must(isinstance(scale, float) and 0 < scale < 1e4, "its scale must be a positive number")
-    must(isinstance(about, dict), "its report must be an object")
+    require(whole and hidden % BLOCK == width % BLOCK == 0, "its sizes must be multiples of 32")
+    require(isinstance(levels, int) and 1 <= levels <= MAX_LEVELS, f"levels must be 1 to {MAX_LEVELS}")
+    require(bits in BLOCK_BYTES, "its bits must be 4 or 8")
+    require(isinstance(scale, float) and 0 < scale < 1e4, "its scale must be a positive number")
+    require(isinstance(about, dict), "its report must be an object")
     # Shapes and dtypes.
     block_bytes = BLOCK_BYTES[bits]
     shapes: dict[str, tuple[tuple[int, ...], Any]] = {
@@ -196,19 +196,21 @@ def _checked(numbers: Any, arrays: Mapping[str, Array], about: Any) -> HeadWeigh
     for name, (shape, kind) in shapes.items():
         array = arrays[name]
         right = array.shape == shape and array.dtype == kind
-        must(right, f"{name} must be {shape} {np.dtype(kind)}, got {array.shape} {array.dtype}")
-    must(shortlist.ndim == 1 and shortlist.dtype == np.int32 and len(shortlist) > 0, "its shortlist is empty")
+        require(right, f"{name} must be {shape} {np.dtype(kind)}, got {array.shape} {array.dtype}")
+    require(
+        shortlist.ndim == 1 and shortlist.dtype == np.int32 and len(shortlist) > 0, "its shortlist is empty"
+    )
     ascending = bool((np.diff(shortlist) > 0).all())
-    must(ascending and shortlist[0] >= 0 and shortlist[-1] < vocabulary, "its shortlist is not ascending")
+    require(ascending and shortlist[0] >= 0 and shortlist[-1] < vocabulary, "its shortlist is not ascending")
     # Values.
     weights = {name: arrays[name] for name in ("hidden_norm", "embedding_norm")}
     weights |= {name: from_blocks(arrays[name], bits) for name in ("gate", "up", "down")}
-    must(all(np.isfinite(array).all() for array in weights.values()), "its weights must be finite")
+    require(all(np.isfinite(array).all() for array in weights.values()), "its weights must be finite")
     counts = {name: (arrays[f"{name}_hits"], arrays[f"{name}_trials"]) for name in COUNTS}
     for hits, trials in counts.values():
         right = hits.dtype == trials.dtype == np.float32 and hits.ndim == 2 and len(hits) == levels
         right = right and hits.shape == trials.shape and bool(np.isfinite(trials).all())
-        must(
+        require(
             right and bool(((hits >= 0) & (hits <= trials)).all()),
             "its counts must be hits and trials by level",
         )
