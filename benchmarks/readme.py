@@ -119,6 +119,15 @@ CHINESE = {
         r"**首次使用**：\1，每台机器和每个版本编译一次算子，每个模型测量一次单步耗时；"
         "llama.cpp 事先编译，没有这一步。"
     ),
+    r"\*\*The default model\*\*": "**默认模型**",
+    r": start (.*?), memory (.*?), without mapped weights (.*?\))(?= \(llama|;)": (
+        r"：启动 \1，内存 \2，不含映射的权重 \3"
+    ),
+    r"; first use (.*?)\.\n": r"；首次使用 \1。\n",
+    r"Start: from the command to the end of a completion of one token\. First use: until that token, with empty "
+    r"caches\. Medians with their range": (
+        "启动：从命令到输出一个 token 并结束。首次使用：缓存为空时到输出该 token。中位数与范围"
+    ),
     r"Medians with their range, both with the default model's file": "中位数与范围，两者都使用默认模型的文件",
 }
 
@@ -331,6 +340,8 @@ def behind(found: dict[str, Any], served: Sequence[dict[str, Any]] = ()) -> str:
     def against(what: str) -> str:
         return f", against {theirs[what]} for llama.cpp" if what in theirs else ""
 
+    if "unmapped" in ours:
+        return behind_by_file(shown)
     return (
         f"- **Start**: {ours['start']} from the command to the end of a completion of one token{against('start')}.\n"
         f"- **Memory**: {ours['memory']} at most, with the default model's file{against('memory')}.\n"
@@ -338,6 +349,32 @@ def behind(found: dict[str, Any], served: Sequence[dict[str, Any]] = ()) -> str:
         f"- **First use**: {ours['first use']}, to compile the kernels once per machine and version, and to measure "
         "the cost of steps once per model; llama.cpp has no such step, because it is compiled in advance.\n"
         "- Medians with their range, both with the default model's file ([the page](docs/results/startup.md))."
+    )
+
+
+def behind_by_file(shown: Mapping[str, Mapping[str, str]]) -> str:
+    """Start-up, memory and first use of each file, as a list.
+
+    Args:
+        shown: ``startup.cells``.
+    """
+    lines = []
+    for name, own in shown.items():
+        program, _, file = name.partition(", ")
+        if program != "ours":
+            continue
+        theirs = shown.get(name.replace(program, "llama.cpp"), {})
+        against = f" (llama.cpp: {theirs['start']}, {theirs['memory']})" if theirs else ""
+        lines.append(
+            f"- **{file or 'The default model'}**: start {own['start']}, memory {own['memory']}, without "
+            f"mapped weights {own['unmapped']}{against}; first use {own['first use']}."
+        )
+    return "\n".join(
+        [
+            *lines,
+            "- Start: from the command to the end of a completion of one token. First use: until that token, with "
+            "empty caches. Medians with their range ([the page](docs/results/startup.md)).",
+        ]
     )
 
 

@@ -443,7 +443,7 @@ def steps(given: Sources) -> list[Step]:
         planned += _larger(given, *given.larger)
     words = []
     if model is not None and given.llamacpp_bin is not None and has_llama_cpp:
-        words = ["--bin", given.llamacpp_bin, "--model", model]
+        words = ["--bin", given.llamacpp_bin]
     plan("startup", 2, "startup", *words)
     words = [model] if model is not None else []
     if model is not None and given.llamacpp_bin is not None:  # in the format that llama.cpp is fastest in

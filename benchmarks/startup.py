@@ -1,11 +1,12 @@
 """Start-up time, memory and first use of the command line, compared with llama.cpp's.
 
     python -m benchmarks.startup
-    python -m benchmarks.startup --bin llama.cpp/build/bin --model model.Q4_0.gguf
+    python -m benchmarks.startup --bin llama.cpp/build/bin --larger qwen-0.5b.gguf qwen-1.5b.gguf
 
 Start: wall-clock time of a whole process that emits one token. Memory: the largest resident set of a process that
-emits 64 tokens. First use: the start with empty caches, when kernels are compiled, once per machine and version, and
-the cost curve is measured, once per model.
+emits 64 tokens, and the largest without the mapped weights, which the system can drop and processes share. First use:
+with empty caches, until the text is written; the weights are packed before, and the cost curve is measured after it.
+Eight at once: wall-clock time until eight processes that start together have each emitted one token.
 Programs alternate; the medians of ``--rounds`` runs count, with the smallest and the largest.
 """
 
@@ -17,10 +18,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 from lookahead import default_model
 from lookahead.bench.record import environment
@@ -34,6 +37,16 @@ from .report import markdown_table
 PROMPT = "Name the months of the year."
 #: Tokens emitted for the largest resident set.
 TOKENS = 64
+#: Processes that start at once.
+TOGETHER = 8
+#: Measurement -> heading and unit of its column.
+COLUMNS = {
+    "start": ("start", "s"),
+    "memory": ("memory", "MB"),
+    "unmapped": ("without mapped weights", "MB"),
+    "first use": ("first use", "s"),
+    "eight at once": ("eight at once", "s"),
+}
 #: llama.cpp's context, which it allocates at the start; ours grows with the sequence.
 CONTEXT = 512
 
@@ -46,62 +59,108 @@ def ours(model: Path, tokens: int) -> list[str]:
 
 def theirs(folder: Path, model: Path, tokens: int) -> list[str]:
     """llama.cpp's command line."""
-    command = [str(folder / "llama-cli"), "-m", str(model), "-t", str(os.cpu_count())]
-    return [*command, "--temp", "0", "-p", PROMPT, "-n", str(tokens), "--single-turn", "-c", str(CONTEXT)]
+    completion = folder / "llama-completion"
+    own = [str(completion), "-no-cnv", "--no-warmup"]
+    command = own if completion.exists() else [str(folder / "llama-cli"), "--single-turn"]
+    command += ["-m", str(model), "-t", str(os.cpu_count())]
+    return [*command, "--temp", "0", "-p", PROMPT, "-n", str(tokens), "-c", str(CONTEXT)]
 
 
-#: Run in a small process: starts a command, and prints its status, its seconds and its largest resident set in KiB.
+#: Run in a small process: starts a command, and prints its status, its seconds, the seconds until it wrote something,
+#: its largest resident set in KiB, and the largest without mapped files of weights, from samples if it is asked for
+#: them, because they take time.
 #: A process inherits the largest resident set of the one that starts it, and this program has loaded torch.
 LAUNCHER = """
-import json, os, subprocess, sys, time
+import json, os, subprocess, sys, threading, time
 begin = time.perf_counter()
-process = subprocess.Popen(sys.argv[1:], stdin=-3, stdout=-3, stderr=-3)
+sampled, *command = sys.argv[1:]
+process = subprocess.Popen(command, stdin=-3, stdout=-1, stderr=-3)
+written = []
+def drain():
+    while process.stdout.read1(1 << 16):
+        written.append(time.perf_counter() - begin)
+threading.Thread(target=drain).start()
+largest = 0
+while sampled == "1" and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+    own, weights = 0, False
+    try:
+        for line in open(f"/proc/{process.pid}/smaps"):
+            if "-" in line.split(" ", 1)[0]:
+                weights = line.rstrip().endswith((".panels", ".gguf"))
+            elif line.startswith("Rss:") and not weights:
+                own += int(line.split()[1])
+    except OSError:
+        pass
+    largest = max(largest, own)
+    time.sleep(0.02)
 _, status, used = os.wait4(process.pid, 0)
 seconds = time.perf_counter() - begin
-print(json.dumps([os.waitstatus_to_exitcode(status), seconds, used.ru_maxrss]))
+print(json.dumps([os.waitstatus_to_exitcode(status), seconds, (written or [seconds])[0], used.ru_maxrss, largest]))
 """
 
 
-def spent(command: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[float, float]:
-    """(seconds, MB of the largest resident set) of a process.
+class Spent(NamedTuple):
+    """Seconds of a process, and until it wrote; MB of its largest resident set, and without mapped weights."""
+
+    seconds: float
+    first: float
+    memory: float
+    unmapped: float
+
+
+def spent(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, sampled: bool = False
+) -> Spent:
+    """What a process takes. Its memory without mapped weights is only measured if it is ``sampled``.
 
     Raises:
         SettingsError: the process fails.
     """
     launched = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", LAUNCHER, *command],
+        [sys.executable, "-I", "-S", "-c", LAUNCHER, str(int(sampled)), *command],
         stdout=subprocess.PIPE,
         check=True,
         env=None if environment is None else {**os.environ, **environment},
     )
-    status, seconds, kibibytes = json.loads(launched.stdout)
+    status, seconds, first, *kibibytes = json.loads(launched.stdout)
     if status:
         raise SettingsError(f"{' '.join(command[:3])} ended with status {status}")
-    return seconds, kibibytes * 1024 / 1e6
+    return Spent(seconds, first, *(1024 * size / 1e6 for size in kibibytes))
 
 
-def measure(
-    model: Path, folder: Path | None, their_model: Path, rounds: int
-) -> dict[str, dict[str, list[float]]]:
-    """Measure. Returns program -> name of the measurement -> value of each round."""
-    found: dict[str, dict[str, list[float]]] = {"ours": {"start": [], "memory": [], "first use": []}}
-    if folder is not None:
-        found["llama.cpp"] = {"start": [], "memory": []}
-    spent(ours(model, TOKENS))  # compiles, and measures the cost curve
-    for _ in range(rounds):
-        for name, figures in found.items():
+def together(command: Sequence[str]) -> float:
+    """Seconds until ``TOGETHER`` processes that start at once have ended."""
+    begin = perf_counter()
+    quiet = subprocess.DEVNULL
+    processes = [subprocess.Popen(command, stdout=quiet, stderr=quiet) for _ in range(TOGETHER)]
+    if any([process.wait() for process in processes]):
+        raise SettingsError(f"{' '.join(command[:3])} must run {TOGETHER} times at once, and did not")
+    return perf_counter() - begin
 
-            def command(tokens: int, name: str = name) -> list[str]:
-                if name == "ours" or folder is None:
-                    return ours(model, tokens)
-                return theirs(folder, their_model, tokens)
 
-            figures["start"].append(spent(command(1))[0])
-            figures["memory"].append(spent(command(TOKENS))[1])
-    for _ in range(rounds):
-        with TemporaryDirectory() as empty:
-            caches = {"NUMBA_CACHE_DIR": empty, "XDG_CACHE_HOME": empty}
-            found["ours"]["first use"].append(spent(ours(model, 1), caches)[0])
+def measure(files: Sequence[Path], folder: Path | None, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Measure each file. Returns program and file -> name of the measurement -> value of each round."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for number, file in enumerate(files):
+        label = f", {file.stem}" if number else ""  # the first is the default model
+        mine = found[f"ours{label}"] = {name: [] for name in COLUMNS}
+        others = found[f"llama.cpp{label}"] = {"start": [], "memory": [], "unmapped": []} if folder else {}
+        if folder is None:
+            del found[f"llama.cpp{label}"]
+        for _ in range(2):  # packs the weights, and measures the cost curve
+            spent(ours(file, TOKENS))
+        for _ in range(rounds):
+            commands = [(mine, partial(ours, file))]
+            if folder is not None:
+                commands.append((others, partial(theirs, folder, file)))
+            for figures, command in commands:
+                figures["start"].append(spent(command(1)).seconds)
+                used = spent(command(TOKENS), sampled=True)
+                figures["memory"].append(used.memory)
+                figures["unmapped"].append(used.unmapped)
+            mine["eight at once"].append(together(ours(file, 1)))
+            with TemporaryDirectory() as empty:
+                mine["first use"].append(spent(ours(file, 1), {"XDG_CACHE_HOME": empty}).first)
     return found
 
 
@@ -114,11 +173,17 @@ def cell(figures: Sequence[float], unit: str) -> str:
 
 def cells(found: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, str]]:
     """Program -> name of the measurement -> cell of the table."""
-    units = {"start": "s", "memory": "MB", "first use": "s"}
     return {
-        name: {what: cell(each, units[what]) for what, each in figures.items()}
+        name: {what: cell(each, COLUMNS[what][1]) for what, each in figures.items()}
         for name, figures in found.items()
     }
+
+
+def table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> list[list[str]]:
+    """The headings and the rows of the page's table."""
+    measured = [what for what in COLUMNS if any(what in own for own in found.values())]
+    rows = [[name, *(own.get(what, "–") for what in measured)] for name, own in cells(found).items()]
+    return [["", *(COLUMNS[what][0] for what in measured)], *rows]
 
 
 def main() -> None:
@@ -129,7 +194,7 @@ def main() -> None:
     parser.add_argument(
         "--bin", type=Path, help="folder of llama.cpp's programs (default: measure ours only)"
     )
-    parser.add_argument("--model", type=Path, help="a GGUF file for llama.cpp (default: the default model)")
+    parser.add_argument("--larger", type=Path, nargs="*", default=[], help="further GGUF files to measure")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("docs/results/startup"), help="page and JSON")
     args = parser.parse_args()
@@ -137,27 +202,26 @@ def main() -> None:
     require_quiet()
     record: dict[str, Any] = {**environment(), "model": model.name, "dtype": "its own weights", "path": "cpu"}
     loads = [os.getloadavg()[0]]
-    found = measure(model, args.bin, args.model or model, args.rounds)
-    shown = cells(found)
-    rows = [
-        [name, *(own.get(what, "–") for what in ("start", "memory", "first use"))]
-        for name, own in shown.items()
-    ]
+    found = measure([model, *args.larger], args.bin, args.rounds)
+    headings, *rows = table(found)
     body = [
         f"Start: a whole process that emits one token. Memory: the largest resident set while it emits {TOKENS} "
-        "tokens. First use: the start with empty caches. It compiles the kernels, once per machine and version, and "
-        "measures the cost of steps, once per model. llama.cpp has no such step, because it is compiled in advance. "
-        f"Medians of {args.rounds} runs, with the smallest and the largest; the programs alternate.",
+        "tokens, and the largest without the mapped weights, which the system can drop and processes share. First "
+        "use: with empty caches, until the text is written; the weights are packed and kept before, and the cost of "
+        "steps is measured after it. Eight at once: until eight processes that start together have each emitted one "
+        f"token. Medians of {args.rounds} runs, with the smallest and the largest; the programs alternate.",
         "",
-        markdown_table(["", "start", "memory", "first use"], rows),
+        markdown_table(headings, rows),
     ]
     if args.bin is not None:
+        (program, *_) = theirs(args.bin, model, 1)
         body += [
             "",
-            f"llama.cpp: llama-cli with a context of {CONTEXT} tokens. {build_of(args.bin / 'llama-cli')}.",
+            f"llama.cpp: {Path(program).name} with a context of {CONTEXT} tokens. {build_of(Path(program))}.",
         ]
-    if args.model is not None:
-        body += ["", f"llama.cpp's file is {args.model.name}."]
+    if args.larger:
+        sizes = (f"{file.name} ({file.stat().st_size / 1e6:,.0f} MB)" for file in args.larger)
+        body += ["", f"Larger files: {', '.join(sizes)}."]
     print(write_page(args.out, "Start-up, memory and first use", record, found, body, loads))
 
 

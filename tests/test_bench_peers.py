@@ -14,16 +14,32 @@ from lookahead.core import SettingsError
 
 def test_the_memory_of_a_process_is_not_that_of_the_one_that_starts_it():
     held = bytearray(300_000_000)  # more than the processes below have
-    _, small = startup.spent([sys.executable, "-I", "-S", "-c", "pass"])
-    _, large = startup.spent([sys.executable, "-I", "-S", "-c", "x = bytearray(b'1') * 200_000_000"])
+    small = startup.spent([sys.executable, "-I", "-S", "-c", "pass"]).memory
+    large = startup.spent([sys.executable, "-I", "-S", "-c", "x = bytearray(b'1') * 200_000_000"]).memory
     assert len(held) == 300_000_000
     assert small < 50
     assert 200 < large < 250
 
 
+def test_mapped_weights_are_left_out(tmp_path):
+    path = tmp_path / "model.panels"
+    path.write_bytes(bytes(100_000_000))
+    code = f"import mmap, time; f = open({str(path)!r}, 'rb'); m = mmap.mmap(f.fileno(), 0, access=1)\n"
+    code += "x = sum(m[::4096]); time.sleep(0.3)"
+    used = startup.spent([sys.executable, "-I", "-S", "-c", code], sampled=True)
+    assert used.memory > 100
+    assert 1 < used.unmapped < 50
+
+
+def test_the_time_until_something_is_written():
+    code = "import time; print('a', flush=True); time.sleep(0.5)"
+    used = startup.spent([sys.executable, "-I", "-S", "-c", code])
+    assert used.first + 0.4 < used.seconds
+
+
 def test_the_time_of_a_process_is_its_own():
-    seconds, _ = startup.spent([sys.executable, "-I", "-S", "-c", "import time; time.sleep(0.3)"])
-    assert 0.3 <= seconds < 1.5
+    used = startup.spent([sys.executable, "-I", "-S", "-c", "import time; time.sleep(0.3)"])
+    assert 0.3 <= used.seconds < 1.5
 
 
 def test_a_process_that_fails():
