@@ -1,6 +1,7 @@
 """Fit src/lookahead/drafters/adaptive/priors.json, the adaptive drafter's initial estimates.
 
     python scripts/fit_priors.py MODEL --data DIR
+    python scripts/fit_priors.py MODEL MODEL --data DIR --counted     only those of tables counted in the corpus
 
 MODEL decodes prompts from DIR: GSM8K's training questions, the first halves of MBPP's solutions from row 500 on, and
 every second row of four categories of Spec-Bench. Each prompt is decoded once greedily and once at temperature 1. All
@@ -124,23 +125,16 @@ def priors_with_head(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
     return {"both": [np.round(part, 2).tolist() for part in both]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", nargs="?", help="default: the library's default model")
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--head", help="a light head or auto; fit only its pairs with other sources")
-    parser.add_argument("--prompts", type=int, default=60)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    options = parser.parse_args()
+def priors_of_counted(state: AdaptiveState, sampled: bool) -> dict[str, Any]:
+    """As ``priors_of``, for the base table alone."""
+    counts = state.tables(sampled).buckets["base"]
+    axes = BASE_AXES[sampled]
+    fitted = fit(counts["hits"], counts["trials"], axes, [(axis,) for axis in range(len(axes))])
+    return {"counted": [np.round(part, 2).tolist() for part in fitted]}
 
-    # Decode the prompts with one shared state.
-    llm = lookahead.load(options.model, dtype=options.dtype)
-    HeadWeights.parameter_count = 0  # use the head everywhere, not only where it pays off
-    state = AdaptiveState()
-    table = base_table_of(llm.tokenizer, key_of(llm.model), llm.vocabulary)
-    for sampled in (False, True):
-        state.tables(sampled, table)  # start with the same buckets as without a state
+
+def decode(llm: Any, state: AdaptiveState, options: argparse.Namespace) -> None:
+    """Decode the prompts, greedily and sampled, and count in the state."""
     for number, text in enumerate(prompts(options.data, options.prompts)):
         for temperature in (0.0, 1.0):
             # Forget the tokens of earlier prompts, as in a cold start, but keep the counts.
@@ -158,9 +152,35 @@ def main() -> None:
             )
         print(f"{number + 1} of {options.prompts} prompts", end="\r", flush=True)
 
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("models", nargs="*", default=[None], help="default: the library's default model")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--head", help="a light head or auto; fit only its pairs with other sources")
+    parser.add_argument("--counted", action="store_true", help="fit only the base table, which is counted")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--prompts", type=int, default=60)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    options = parser.parse_args()
+
+    # Decode the prompts with one shared state.
+    HeadWeights.parameter_count = 0  # use the head everywhere, not only where it pays off
+    state = AdaptiveState()
+    for model in options.models:
+        llm = lookahead.load(model, dtype=options.dtype, threads=options.threads)
+        table = base_table_of(llm.tokenizer, key_of(llm.model), llm.vocabulary)
+        if options.counted and (table is None or table.learned):
+            raise SystemExit(f"{llm.name} has no table that was counted in the corpus; generate a text first")
+        for sampled in (False, True):
+            # Start with the same buckets as without a state, or without trials.
+            state.tables(sampled, None if options.counted else table)
+        decode(llm, state, options)
+
     # Fit the priors to its counts.
     fits = json.loads(OUT.read_text())
-    fitted = priors_with_head if options.head else priors_of
+    fitted = priors_with_head if options.head else priors_of_counted if options.counted else priors_of
     for sampled, name in enumerate(fits):
         fits[name] |= fitted(state, bool(sampled))
     OUT.write_text(json.dumps(fits, separators=(",", ":")).replace("]],", "]],\n") + "\n")

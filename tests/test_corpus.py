@@ -21,7 +21,15 @@ from lookahead.core import SettingsError
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive import base_files
 from lookahead.drafters.adaptive.base_files import INCLUDED, KNOWN, cannot_build, table_file, tokenizer_key
-from lookahead.drafters.adaptive.sources.base_table import ABSENT, STEP, candidate, find_entry, open_table
+from lookahead.drafters.adaptive.calibration import fits_of, new_buckets
+from lookahead.drafters.adaptive.sources.base_table import (
+    ABSENT,
+    BASE_AXES,
+    STEP,
+    candidate,
+    find_entry,
+    open_table,
+)
 from lookahead.learning import corpus
 from lookahead.learning.table import Places, levels_of, trie_of
 
@@ -165,6 +173,17 @@ def test_a_corpus_is_counted() -> None:
     few = trie_of(levels_of([places], 10, least=2), 10)
     assert find_entry(few, 1, 2, 3) == find_entry(few, -1, -1, 3)
     assert few.counts[find_entry(few, 5, 6, 7)] == 3
+
+
+def test_estimates_of_counted_entries_follow_their_shares() -> None:
+    """They are those of the buckets of a table, and lower than if the model's probabilities were known."""
+    for (name, (hits, trials)), axes in zip(corpus.counts_of_kinds().items(), BASE_AXES, strict=True):
+        assert hits.shape == trials.shape == (np.prod(axes),)
+        assert ((hits > 0) & (hits < trials)).all()
+        likely, unlikely = (hits / trials).reshape(axes)[1, 1, 0, [0, -1]]
+        if name == "greedy":
+            known = new_buckets(fits_of(False)["base"])["prior"].reshape(axes)[1, 1, 0, 0]
+            assert unlikely < 0.1 < 0.3 < likely < known
 
 
 @pytest.fixture

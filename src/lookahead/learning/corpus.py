@@ -132,8 +132,7 @@ def counts_of_kinds() -> dict[str, tuple[Array, Array]]:
     """(hits, trials) of the buckets of a counted table, from the shares that ``scripts/fit_priors.py`` fitted."""
     found = {}
     for sampled, name in enumerate(("greedy", "sampled")):
-        fits = fits_of(bool(sampled))
-        priors = new_buckets(fits.get("counted", fits["base"]))["prior"]
+        priors = new_buckets(fits_of(bool(sampled))["counted"])["prior"]
         found[name] = TRIALS * priors, np.full(len(priors), TRIALS)
     return found
 
