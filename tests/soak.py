@@ -442,7 +442,7 @@ def _schema(schema: dict[str, Any], n: int = 16) -> bytes:
 
 def attacks() -> dict[str, tuple[str, list[bytes]]]:
     """What one client sends again and again, by name: a path, and bodies in turn."""
-    many = dict.fromkeys(map(str, range(300_000)), "x")
+    many = dict.fromkeys(map(str, range(250_000)), "x")
     prompts = [f"{number} {LONG}"[:9000] for number in range(16)]
     arguments = '{"a":' * 984 + "1" + "}" * 984
     called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -499,18 +499,26 @@ class Attacker(Thread):
         self._path = path
         self._bodies = bodies
         self.statuses: Counter[int] = Counter()
-        self.over = Event()
+        self._over = Event()
+        self._http = httpx.Client(base_url=url, timeout=300)
 
     def run(self) -> None:
         headers = {"Content-Type": "application/json"}
-        with httpx.Client(base_url=self._url, timeout=300) as http, ExitStack() as held:
-            while not self.over.is_set():
+        with ExitStack() as held:
+            while not self._over.is_set():
                 if not self._path:
                     self._send_halves(held)
-                for body in self._bodies:
-                    with suppress(httpx.HTTPError):
-                        self.statuses[http.post(self._path, content=body, headers=headers).status_code] += 1
-                self.over.wait(0.01)
+                for body in self._bodies if not self._over.is_set() else ():
+                    with suppress(httpx.HTTPError, RuntimeError):  # also after ``close``
+                        self.statuses[
+                            self._http.post(self._path, content=body, headers=headers).status_code
+                        ] += 1
+                self._over.wait(0.01)
+
+    def close(self) -> None:
+        """Disconnect, which ends what the server does for this client."""
+        self._over.set()
+        self._http.close()
 
     def _send_halves(self, held: ExitStack) -> None:
         address = urlsplit(self._url)
@@ -521,11 +529,16 @@ class Attacker(Thread):
                 self.statuses[0] += 1
 
 
+def _until_idle(url: str) -> None:
+    while "lookahead_num_requests_running 0.0" not in httpx.get(f"{url}/metrics", timeout=60).text:
+        time.sleep(0.1)
+
+
 def waits(url: str, seconds: float) -> tuple[int, float, float]:
     """(texts, longest wait for a first token, longest pause after it) of a client with short requests, one by one."""
     end = time.monotonic() + seconds
     texts, first, pause = 0, 0.0, 0.0
-    body = {"prompt": "Once upon a time", "max_tokens": 48, "stream": True}
+    body = {"prompt": "Once upon a time", "max_tokens": 32, "stream": True}
     with httpx.Client(base_url=url, timeout=300) as http:
         while time.monotonic() < end:
             last = time.monotonic()
@@ -555,23 +568,24 @@ def fairness(seconds: int, *options: object) -> Findings:
     """
     found = Findings()
     found.rows.append(("the other client sends", "statuses", "texts", "longest first token", "longest pause"))
-    for name, (path, bodies) in attacks().items():
-        # A new server for each, so that none starts with the queue of the one before.
-        with started(*options, "--max-queue", 256) as (process, url, _):
-            waits(url, 1)
+    with started(*options, "--max-queue", 256) as (process, url, _):
+        waits(url, 1)
+        for name, (path, bodies) in attacks().items():
             attackers = [Attacker(url, path, bodies) for _ in range(1 if "prompt" in name else 2)]
             for attacker in attackers if bodies or not path else []:
                 attacker.start()
             time.sleep(0.5)
             texts, first, pause = waits(url, seconds)
             for attacker in attackers:
-                attacker.over.set()
+                attacker.close()
+            _until_idle(url)
             statuses = sum((attacker.statuses for attacker in attackers), Counter())
             said = ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items()) if status)
             found.rows.append((name, said or "-", texts, f"{first:.2f} s", f"{pause:.2f} s"))
             found.expect(pause < PAUSE, f"{name}: a stream paused for {pause:.2f} s")
             found.expect(process.poll() is None, f"{name}: the server ended")
             found.expect(not any(status >= 500 for status in statuses), f"{name}: statuses {said}")
+            print(f"{name}: {said or '-'}; {texts} texts, {first:.2f} s, {pause:.2f} s", flush=True)
     found.facts.append(
         f"a client with short requests for {seconds} s, beside each; a pause may take {PAUSE} s"
     )
