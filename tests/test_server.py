@@ -703,17 +703,22 @@ def test_unsupported_fields_are_refused_by_name(served):
     [
         ("sub", {"tools": [TOOL]}, "tool_choice: must name one of tools (add), got 'sub'"),
         ("add", {}, "tool_choice: must name one of tools (none), got 'add'"),
-        (
-            "add",
-            {"tools": [TOOL], "response_format": {"type": "json_object"}},
-            "tool_choice: tools whose calls must follow a schema and response_format are mutually exclusive",
-        ),
     ],
 )
 def test_tools_that_cannot_be_required(served, choice, fields, said):
     named = {"type": "function", "function": {"name": choice}}
     error = chat(served, status=400, tool_choice=named, **fields)["error"]
     assert (error["param"], error["message"]) == ("tool_choice", said)
+
+
+def test_a_format_applies_to_text_and_not_to_a_required_call(served):
+    form = {"response_format": {"type": "json_object"}}
+    (choice,) = chat(served, tools=[TOOL], tool_choice="required", max_tokens=200, **form)["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "add"
+    # Voluntary calls of strict functions and the format are two grammars.
+    strict = [{"type": "function", "function": TOOL["function"] | {"strict": True}}]
+    error = chat(served, status=400, tools=strict, **form)["error"]
+    assert "calls must follow a schema and response_format are mutually exclusive" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,10 @@ class Model(ABC):
         """
         return nullcontext()
 
+    def device_memory(self) -> int:
+        """Free bytes of the memory of its device; 0 for a CPU, or if unknown."""
+        return 0
+
     # ------------------------------------------------------------------------------- identity
 
     @property

@@ -38,12 +38,8 @@ def most_tokens(model: Model, given: str | None) -> int:
 
 def _free(model: Model) -> int:
     """Free bytes of the memory where the keys and values of a model are; 0 if unknown."""
-    if model.runs_on == "cuda":
-        from torch import device
-
-        from ..hf.cuda import memory
-
-        return int(memory(device(model.device))[0])
+    if free := model.device_memory():
+        return free
     try:
         found = re.search(r"^MemAvailable: +(\d+) kB", AVAILABLE.read_text(), re.M)
         free = 1024 * int(found[1]) if found else 0

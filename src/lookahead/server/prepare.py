@@ -210,7 +210,8 @@ class Preparer:
             raise SettingsError("max_tokens: must be at least 1 for a chat, or -1 for as many as fit, got 0")
         constraint = _constraint(body)
         call = demanded(body)
-        if constraint is not None and call is not None:
+        # A required call leaves no text to which the format could apply.
+        if constraint is not None and call is not None and call.kind == "calls":
             raise SettingsError(
                 f"{call.param}: tools whose calls must follow a schema and {constraint.param} are mutually exclusive"
             )
@@ -221,7 +222,7 @@ class Preparer:
             [ids],
             max_tokens=body.limit,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            constraint=constraint or call,
+            constraint=call or constraint,
         )
         return answer(body, self.name, requests, self.llm.tokenizer, self._fingerprint(), self._template)
 
