@@ -14,6 +14,7 @@ from lookahead.server.connections import MOST, SENDING
 from lookahead.server.grammar import ALLOWANCE, LARGEST, PATIENCE
 from lookahead.server.metrics import Metrics
 from lookahead.server.protocol import DEEPEST, LONGEST_STOP, MOST_STOPS
+from lookahead.server.response_api import MOST_CHARACTERS, MOST_KEPT
 from lookahead.server.settings import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -88,5 +89,6 @@ def test_every_limit_in_security_md_names_a_test_that_there_is():
     sources = "".join(path.read_text() for path in (ROOT / "tests").glob("test_server*.py"))
     for name in re.findall(r"`(test_\w+)`", " ".join(rows)):
         assert f"def {name}(" in sources, name
+    assert (MOST_KEPT, MOST_CHARACTERS) == (256, 64 << 20)
     for number in (MOST_STOPS, LONGEST_STOP, LARGEST, ALLOWANCE, 1000 * PATIENCE, DEEPEST, SENDING, MOST):
         assert f"{number:,g}" in page, number

@@ -6,17 +6,22 @@ This takes seconds; ``python tests/soak.py server`` takes ten minutes.
 import os
 from pathlib import Path
 
+import httpx
 import pytest
 
 import lookahead
 from crowd import Crowd
+from lookahead.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from lookahead.server.response_api import ResponsesRequest
 from serving import serving
 from toy import save
 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    return lookahead.load(save(tmp_path_factory.mktemp("toy"), max_position_embeddings=512), dtype="float32")
+    return lookahead.load(
+        save(tmp_path_factory.mktemp("toy"), chat=True, max_position_embeddings=512), dtype="float32"
+    )
 
 
 def memory():
@@ -77,3 +82,53 @@ def test_no_request_of_the_served_schema_ends_in_500(llm):
 
             check()
         assert statuses >= {200, 400}
+
+
+def values():
+    """JSON texts of values that are nested deeply or large, and of the limits of numbers."""
+    for levels in (70, 400, 3000):
+        yield "[" * levels + "]" * levels
+        yield '{"a":' * levels + "1" + "}" * levels
+    yield from ("1" * 5000, "-1", "1e400", "-1e-400", "9" * 25, "true", '""', "[[]]", "[{}]", "[null]", "{}")
+    yield '"' + "x" * 100_000 + '"'
+    yield '"\\ud800"'
+    yield "[" + "0," * 20_000 + "0]"
+    yield "{" + ",".join(f'"{number}":0' for number in range(20_000)) + "}"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "base"),
+    [
+        ("/v1/completions", CompletionRequest, '"prompt": "x", "max_tokens": 1'),
+        (
+            "/v1/chat/completions",
+            ChatRequest,
+            '"messages": [{"role": "user", "content": "x"}], "max_tokens": 1',
+        ),
+        ("/v1/responses", ResponsesRequest, '"input": "x", "max_output_tokens": 1'),
+        ("/tokenize", TokenizeRequest, '"prompt": "x"'),
+        ("/detokenize", DetokenizeRequest, '"tokens": [5]'),
+    ],
+)
+def test_no_deep_or_large_value_of_a_field_ends_in_500(llm, path, kind, base):
+    """The last of two equal keys counts, so that every field gets every value in an otherwise valid body."""
+    inner = {
+        "tools": '[{{"type": "function", "function": {{"name": "f", "parameters": {}}}}}]',
+        "response_format": '{{"type": "json_schema", "json_schema": {{"name": "f", "schema": {}}}}}',
+        "messages": '[{{"role": "assistant", "content": {}}}]',
+        "lookahead": '{{"drafter": {}}}',
+        "prediction": '{{"type": "content", "content": {}}}',
+        "text": '{{"format": {{"type": "json_schema", "schema": {}}}}}',
+        "input": '[{{"type": "function_call_output", "output": {}}}]',
+    }
+    wrong = []
+    with serving(llm, max_model_len=64, max_choices=4) as served, httpx.Client(timeout=60) as http:
+        for name, field in kind.model_fields.items():
+            for value in values():
+                for form in {"{}", inner.get(name, "{}")}:
+                    body = f'{{{base}, "{field.alias or name}": {form.format(value)}}}'
+                    headers = {"Content-Type": "application/json"}
+                    reply = http.post(f"{served.url}{path}", content=body, headers=headers)
+                    if reply.status_code >= 500:
+                        wrong.append((name, form, value[:60], reply.status_code))
+    assert not wrong

@@ -176,23 +176,31 @@ class Preparer:
         Raises:
             SettingsError: the model has no such tokens.
         """
+        after = self._part(suffix, "suffix")
         tokenizer = self.llm.tokenizer
-        if tokenizer is None:
-            raise SettingsError(f"suffix: needs a tokenizer, and {self.llm.tokenizer_error}")
         found = (tuple(map(tokenizer.backend_tokenizer.token_to_id, names)) for names in FILL_IN)
         tokens = next((tokens for tokens in found if None not in tokens), None)
         if tokens is None:
             raise SettingsError(
                 "suffix: needs a model with tokens for filling in the middle, such as <|fim_prefix|>; leave it out"
             )
-
-        def plain_ids(text: str) -> list[int]:
-            return list(tokenizer(text, add_special_tokens=False).input_ids)
-
         begin, gap, end = tokens
-        before = plain_ids(prompt) if isinstance(prompt, str) else prompt
-        start = list(tokenizer("").input_ids)
-        return [*start, begin, *before, gap, *plain_ids(suffix), end]
+        before = self._part(prompt, "prompt") if isinstance(prompt, str) else prompt
+        return [*tokenizer("").input_ids, begin, *before, gap, *after, end]
+
+    def _part(self, text: str, param: str) -> list[int]:
+        """The token ids of a text within a sequence.
+
+        Raises:
+            SettingsError: there is no tokenizer, or it is not valid text.
+        """
+        if self.llm.tokenizer is None:
+            raise SettingsError(f"{param}: needs a tokenizer, and {self.llm.tokenizer_error}")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise SettingsError(f"{param}: must be text that UTF-8 can encode, got {text!r:.80}") from None
+        return list(self.llm.tokenizer(text, add_special_tokens=False).input_ids)
 
     def chat(self, body: ChatRequest, answer: Callable[..., Answer] = ChatAnswer) -> Answer:
         """The answer of /v1/chat/completions, with its requests.
@@ -371,9 +379,7 @@ class Preparer:
                 f"prediction: the drafter {drafter} does not use it; omit it, or choose another drafter"
             )
         text = plain(body.prediction.content)
-        if self.llm.tokenizer is None:
-            raise SettingsError(f"prediction: needs a tokenizer, and {self.llm.tokenizer_error}")
-        ids = list(self.llm.tokenizer(text, add_special_tokens=False).input_ids) if text else []
+        ids = self._part(text, "prediction") if text else []
         # The answer cannot be longer, and drafters index the whole prediction.
         if len(ids) > self.context:
             raise SettingsError(
