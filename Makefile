@@ -22,7 +22,7 @@ help:
 	@echo "make test-readme    run every block of the README in order, in a new environment (downloads torch)"
 	@echo "make docs           build the site strictly, in build/site; make docs-serve rebuilds it as you edit"
 	@echo "make test-pages     test the site, the trace page and the server's page in headless Chromium"
-	@echo "make dist           build and check the wheel and sdist in dist/"
+	@echo "make dist           build and check the sdist, and the wheels for Linux and macOS, in dist/"
 	@echo "make test-wheel     test the wheel with [serve] in empty environments, with every Python found"
 	@echo "make licences       list the licences of all installed packages and of the data sets"
 	@echo "make soak           fuzzing, memory, long outputs, kills, damaged files (over an hour); writes build/soak.md"
@@ -65,8 +65,7 @@ test-light: $(LIGHT)/.ready
 	$(LIGHT)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test-light]'
 	$(LIGHT)/bin/python -m pytest -p no:cacheprovider -m light tests
 
-# In a fresh clone, mypy takes a minute on one core. It runs in parallel with the tests, which leave one core idle at the
-# end of their first minute of kernel compilation. The quick checks run before both.
+# In a fresh clone, mypy takes a minute on one core, so it runs in parallel with the tests. The quick checks run before both.
 test: $(READY) style
 	@$(MAKE) --no-print-directory --jobs 2 types suite
 
@@ -215,9 +214,12 @@ test-pages: $(VENV)/.docs
 docs-serve: $(VENV)/.docs
 	$(RUN)/python docs/site.py --serve
 
+# A wheel for each system, with kernels for all its processors, and one sdist. LOOKAHEAD_WHEEL names the wheel for hatch_build.py.
+WHEELS := manylinux_2_17_x86_64 manylinux_2_17_aarch64 macosx_11_0_arm64
 dist: $(VENV)/.release
 	rm -rf dist
-	$(RUN)/python -m build --no-isolation --outdir dist
+	$(RUN)/python -m build --no-isolation --sdist --outdir dist
+	for wheel in $(WHEELS); do LOOKAHEAD_WHEEL=$$wheel $(RUN)/python -m build --no-isolation --wheel --outdir dist || exit; done
 	$(RUN)/python -m twine check --strict dist/*
 
 # Tests the wheel with [serve] in an empty environment for each Python from 3.11 to 3.14 that is found; minutes each.

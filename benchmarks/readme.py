@@ -114,11 +114,8 @@ CHINESE = {
         r"**内存**：使用默认模型的文件时最多常驻 \1"
     ),
     r", against (.*?) for llama\.cpp\.": r"，llama.cpp 为 \1。",
-    r"\*\*First use\*\*: (.*?), to compile the kernels once per machine and version, and to measure the cost of "
-    r"steps once per model; llama\.cpp has no such step, because it is compiled in advance\.": (
-        r"**首次使用**：\1，每台机器和每个版本编译一次算子，每个模型测量一次单步耗时；"
-        "llama.cpp 事先编译，没有这一步。"
-    ),
+    r"\*\*First use\*\*: (.*?) with empty caches, measured when a first use still compiled the kernels; the "
+    r"installation does now\.": r"**首次使用**（缓存为空）：\1，测量时首次使用还要编译算子；现在安装时就已编译。",
     r"\*\*The default model\*\*": "**默认模型**",
     r": start (.*?), memory (.*?), without mapped weights (.*?\))(?= \(llama|;)": (
         r"：启动 \1，内存 \2，不含映射的权重 \3"
@@ -346,8 +343,8 @@ def behind(found: dict[str, Any], served: Sequence[dict[str, Any]] = ()) -> str:
         f"- **Start**: {ours['start']} from the command to the end of a completion of one token{against('start')}.\n"
         f"- **Memory**: {ours['memory']} at most, with the default model's file{against('memory')}.\n"
         f"{first_token(served)}"
-        f"- **First use**: {ours['first use']}, to compile the kernels once per machine and version, and to measure "
-        "the cost of steps once per model; llama.cpp has no such step, because it is compiled in advance.\n"
+        f"- **First use**: {ours['first use']} with empty caches, measured when a first use still compiled the "
+        "kernels; the installation does now.\n"
         "- Medians with their range, both with the default model's file ([the page](docs/results/startup.md))."
     )
 

@@ -146,7 +146,7 @@ def test_a_start_imports_neither_numba_nor_scipy():
 
 
 def test_a_library_of_other_sources_is_not_current(tmp_path, monkeypatch):
-    path = machine_code.BUILT / f"{processor.level().name}{machine_code.SUFFIXES[sys.platform]}"
+    path = machine_code.path_of(machine_code.BUILT, processor.level(), sys.platform)
     assert machine_code.is_current(path)
     assert not machine_code.is_current(tmp_path / "missing.so")
     monkeypatch.setattr(machine_code, "PACKAGE", tmp_path)

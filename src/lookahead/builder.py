@@ -50,7 +50,6 @@ from . import processor
 from .machine_code import (
     PACKAGE,
     SOURCES_SYMBOL,
-    SUFFIXES,
     UNCOMPILED,
     Array,
     Entry,
@@ -59,6 +58,7 @@ from .machine_code import (
     entries,
     is_current,
     marked,
+    path_of,
     with_mathematics,
     words_of,
 )
@@ -70,9 +70,9 @@ _OPTIONS = {"error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
 I64, F64 = ir.IntType(64), ir.DoubleType()
 
 
-def use(level: Level) -> None:
-    """Compile for this level from now on. No source of a kernel may have been imported."""
-    processor.compile_for(level)
+def use(level: Level, system: str = sys.platform) -> None:
+    """Compile for this level and system from now on. No source of a kernel may have been imported."""
+    processor.compile_for(level, system)
     if level.architecture == processor.architecture():
         config.CPU_NAME, config.CPU_FEATURES = level.cpu, level.features  # for what tests compile
 
@@ -279,19 +279,22 @@ def _optimize(module: Any, machine: Any) -> None:
 TRIPLES = {"linux": "{}-unknown-linux-gnu", "darwin": "{}-apple-macosx11.0.0", "win32": "{}-pc-windows-gnu"}
 
 
-def target_machine(system: str = sys.platform, **options: Any) -> Any:
+def target_machine(**options: Any) -> Any:
     """LLVM's code generator for ``processor.target``."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     llvm.initialize_native_asmparser()
+    level = processor.target()
     triple = llvm.get_process_triple()
-    if processor.target() in LEVELS:
-        name = {"arm64": "aarch64"}.get(processor.target().architecture, processor.target().architecture)
-        triple = TRIPLES[system].format(name)
-    features = ",".join(filter(None, (processor.target().features, processor.target().optional)))
-    target = llvm.Target.from_triple(triple)
-    return target.create_target_machine(
-        cpu=processor.target().cpu, features=features, opt=3, reloc="pic", **options
+    if level in LEVELS:
+        name = {"arm64": "aarch64"}.get(level.architecture, level.architecture)
+        triple = TRIPLES[processor.target_system()].format(name)
+    return llvm.Target.from_triple(triple).create_target_machine(
+        cpu=level.cpu,
+        features=",".join(filter(None, (level.features, level.optional))),
+        opt=3,
+        reloc="pic",
+        **options,
     )
 
 
@@ -319,12 +322,13 @@ def address(name: str) -> int:
 MOST_WORKERS = 4
 
 
-def build(folder: Path, system: str = sys.platform) -> Path:
+def build(folder: Path) -> Path:
     """Compile all entries for ``processor.target``, and link them into a library in ``folder``. Returns its path."""
-    machine = target_machine(system)
+    target = processor.target(), processor.target_system()
+    machine = target_machine()
     whole = llvm.parse_assembly(_sources())
     workers = min(os.cpu_count() or 1, MOST_WORKERS)
-    with ProcessPoolExecutor(workers, get_context("spawn"), _begin, (processor.target(),)) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), _begin, target) as pool:
         for code in pool.map(_bitcode_of, all_entries()):
             whole.link_in(llvm.parse_bitcode(code))
     # Entries and sources are visible; everything else is not.
@@ -332,19 +336,19 @@ def build(folder: Path, system: str = sys.platform) -> Path:
         if not each.is_declaration and each.name not in entries and each.name != SOURCES_SYMBOL:
             each.linkage = "internal"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{processor.target().name}{SUFFIXES[system]}"
+    path = path_of(folder, *target)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         emitted, library = Path(place) / "code.o", Path(place) / "library"
         emitted.write_bytes(machine.emit_object(whole))
-        _link(emitted, library, system)
+        _link(emitted, library)
         os.replace(library, path)
     return path
 
 
-def _begin(level: Level) -> None:
+def _begin(level: Level, system: str) -> None:
     """Prepare a process to compile entries."""
     gc.disable()  # it would take a tenth of the time
-    use(level)
+    use(level, system)
 
 
 def _bitcode_of(name: str) -> bytes:
@@ -369,15 +373,20 @@ def _sources() -> str:
     return str(module)
 
 
-def _link(code: Path, library: Path, system: str) -> None:
-    """Link with the linker of Zig, which a wheel brings, or with the system's C compiler."""
-    if find_spec("ziglang") is not None:
-        command = [sys.executable, "-m", "ziglang", "ld.lld", "-shared"]
-    elif shutil.which("cc"):
-        command = ["cc", "-shared"]
+def _link(code: Path, library: Path) -> None:
+    """Link with Zig, which a wheel brings, or with the system's C compiler."""
+    system = processor.target_system()
+    zig = [sys.executable, "-m", "ziglang"]
+    if find_spec("ziglang") is None and shutil.which("cc") and system == sys.platform:
+        command = ["cc"]
+    elif system == "linux":
+        command = [*zig, "ld.lld"]  # LLVM's linker; what else ``zig cc`` links takes half a minute to compile
     else:
-        raise RuntimeError("linking needs the package ziglang or a C compiler; pip install ziglang")
-    subprocess.run([*command, str(code), "-o", str(library)], check=True)
+        name = {"arm64": "aarch64"}.get(processor.target().architecture, processor.target().architecture)
+        command = [*zig, "cc", "-target", f"{name}-{'macos' if system == 'darwin' else 'windows-gnu'}"]
+    if command[0] != "cc" and find_spec("ziglang") is None:
+        raise RuntimeError("linking needs Zig or a C compiler; pip install ziglang")
+    subprocess.run([*command, "-shared", str(code), "-o", str(library)], check=True)
 
 
 def main() -> None:
@@ -386,17 +395,17 @@ def main() -> None:
     names = [level.name for level in LEVELS]
     parser.add_argument("levels", nargs="*", metavar="LEVEL", help=f"any of {', '.join(names)}")
     parser.add_argument("--system", choices=TRIPLES, default=sys.platform, help="the system to build for")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     wanted = given.levels or [processor.level().name]
     chosen = [level for level in LEVELS if level.name in wanted]
     if UNCOMPILED or len(chosen) < len(set(wanted)):
         parser.error(f"levels must be any of {', '.join(names)}, and NUMBA_DISABLE_JIT unset")
     if len(chosen) == 1:
-        path = given.folder / f"{chosen[0].name}{SUFFIXES[given.system]}"
+        path = path_of(given.folder, chosen[0], given.system)
         if given.system == sys.platform and processor.fits(chosen[0]) and is_current(path):
             return
-        use(chosen[0])
-        build(given.folder, given.system)
+        use(chosen[0], given.system)
+        build(given.folder)
         return
     for level in chosen:  # a process compiles for one level
         options = ["--system", given.system, level.name]

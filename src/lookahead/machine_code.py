@@ -34,7 +34,7 @@ from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type
 import numpy as np
 
 from .core.errors import SettingsError, Unsupported
-from .processor import LEVELS, level
+from .processor import LEVELS, Level, level
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 #: A 64-bit integer, as in compiled code. In uncompiled code it widens fields of records, so sums do not overflow.
@@ -297,12 +297,17 @@ def load() -> ctypes.CDLL | None:
     """The library for this processor; None if there is none that fits."""
     if level() not in LEVELS or sys.platform not in SUFFIXES:
         return None
-    path = BUILT / f"{level().name}{SUFFIXES[sys.platform]}"
+    path = path_of(BUILT, level(), sys.platform)
     if (PACKAGE.parents[1] / "hatch_build.py").exists():  # a checkout
         _keep_up_to_date(path)
     if not path.exists():
         return None
     return _open(path)
+
+
+def path_of(folder: Path, level: Level, system: str) -> Path:
+    """The library for a level of processors and a system (``sys.platform``)."""
+    return folder / f"{level.name}{SUFFIXES[system]}"
 
 
 def _open(path: Path) -> ctypes.CDLL:

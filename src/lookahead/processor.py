@@ -87,19 +87,24 @@ def level() -> Level:
     raise ValueError(f"LOOKAHEAD_LEVEL must be one of {names} on this processor, got {named!r}")
 
 
-#: The level that kernels are compiled for, if not this processor's.
-_target: Level | None = None
+#: The level and the system that kernels are compiled for, if not this machine's.
+_target: tuple[Level, str] | None = None
 
 
-def compile_for(level: Level) -> None:
-    """Let kernels whose sources are imported from now on be compiled for a level."""
+def compile_for(level: Level, system: str) -> None:
+    """Let kernels whose sources are imported from now on be compiled for a level and a system (``sys.platform``)."""
     global _target
-    _target = level
+    _target = level, system
 
 
 def target() -> Level:
     """The level that kernels are compiled for in this process."""
-    return _target or level()
+    return _target[0] if _target else level()
+
+
+def target_system() -> str:
+    """The system that kernels are compiled for in this process."""
+    return _target[1] if _target else sys.platform
 
 
 def fits(each: Level) -> bool:

@@ -33,7 +33,6 @@ PACKAGES = (
     "safetensors",
     "huggingface-hub",
     "numpy",
-    "numba",
     "typer",
     "rich",
     "triton",

@@ -5,26 +5,20 @@ Each operation is named for its memory order. ``thread_pool`` explains the order
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 import time
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 
+from ...processor import target_system
 from .operations import I32, I64, NOTHING, call_intrinsic, int64, memory, operation, pointer_to, void
 from .processor import ARM, X86
 
-WINDOWS = sys.platform == "win32"
-if sys.platform == "win32":
-    # Functions of kernel32, under names that code loaded from disk can resolve.
-    for _name in ("SwitchToThread", "Sleep", "GetSystemTimePreciseAsFileTime"):
-        _function = getattr(ctypes.windll.kernel32, _name)
-        binding.add_symbol(_name, ctypes.cast(_function, ctypes.c_void_p).value)
+WINDOWS = target_system() == "win32"
 #: The id of ``clock_gettime``'s monotonic clock.
-MONOTONIC = getattr(time, "CLOCK_MONOTONIC", 0)
+MONOTONIC = 6 if target_system() == "darwin" else 1
 
 
 def _word(address: int) -> np.ndarray[Any, Any]:

@@ -19,7 +19,7 @@ one panel. It unpacks the vectors of a block into registers and multiplies them 
 
 With 32 registers of 16 words and instructions for products of bytes (VNNI), all 8 vectors fit into registers at once,
 and one run covers all rows. Otherwise there are two runs, of vectors 0-3 and 4-7, and the totals of the first are
-kept in memory. AVX2 multiplies 8-bit weights as two digits of 4 bits, in two runs each.
+kept in memory. AVX2 and ARM multiply 8-bit weights as two digits of 4 bits, in two runs each.
 
 An example with 2 outputs and a block of 4: q = (1 2 3 4), (5 6 7 8), x = (1 -1 2 0), so the totals are (5, 13); with
 s = (.5, .25) and dx = 2 the block adds (.5 * 2 * 5, .25 * 2 * 13) = (5, 6.5).
@@ -35,7 +35,7 @@ from ...machine_code import compiled, entry
 from ..formats import ROW_BLOCK
 from ..packed import BLOCK, GROUP, KINDS, PANEL, QUANTIZED, RECORD, SUPER, Kind
 from .operations import call, integers_at, offsets_of, prefetch, record_at, stack_memory
-from .processor import PAIRED_BYTES, VNNI, WIDTH
+from .processor import PAIRED_BYTES, SIGNED_DOT, VNNI, WIDTH
 from .vector_math import inlined
 from .vectors import (
     LANES,
@@ -219,7 +219,7 @@ def _two_runs(kind: Kind) -> Any:
     scales_of, offsets_of, add_term = _term_of(kind)
     two_scales = kind.halves > 1
     bits = kind.bits
-    in_digits = kind.bits == 8 and PAIRED_BYTES
+    in_digits = kind.bits == 8 and (PAIRED_BYTES or SIGNED_DOT)
     # Whether the sums of eight vectors fit into AVX2's shorts, so that they are widened only once.
     eight_fit = bits == 4 or in_digits
     load_kept = load_totals if eight_fit else load_words

@@ -17,3 +17,5 @@ HALVES = FUSED
 #: Whether one instruction sums four products of bytes (AVX512-VNNI, AVX-VNNI), or two (AVX2).
 VNNI = TARGET.products == "VNNI"
 PAIRED_BYTES = TARGET.products == "AVX2"
+#: Whether one instruction sums four products of signed bytes.
+SIGNED_DOT = TARGET.products == "dot"

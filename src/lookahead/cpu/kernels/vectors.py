@@ -43,7 +43,7 @@ from .operations import (
     pointer_to,
     void,
 )
-from .processor import FUSED, HALVES, PAIRED_BYTES, VNNI, WIDTH
+from .processor import FUSED, HALVES, PAIRED_BYTES, SIGNED_DOT, VNNI, WIDTH
 
 #: Numbers in a vector.
 LANES = 16
@@ -333,6 +333,10 @@ def _dot(builder: Any, total: Any, weights: Any, numbers: Any) -> Any:
         name = "llvm.x86.avx512.pmaddubs.w.512" if WIDTH == LANES else "llvm.x86.avx2.pmadd.ub.sw"
         factors = [builder.bitcast(words, ir.VectorType(I8, 4 * LANES)) for words in (weights, numbers)]
         return builder.add(total, _in_registers(builder, name, SHORTS.vector, *factors))
+    if SIGNED_DOT:
+        bytes_of = ir.VectorType(I8, 4 * LANES)
+        factors = [builder.bitcast(words, bytes_of) for words in (weights, numbers)]
+        return _in_registers(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", WORDS.vector, total, *factors)
     for n in range(4):  # any other processor: one byte of each word at a time
         weight = builder.lshr(weights, _constant(WORDS.vector, 8 * n))
         weight = builder.and_(weight, _constant(WORDS.vector, 255))
@@ -352,7 +356,7 @@ def dot_u8_i8(total: Any, weights: Any, numbers: Any) -> Any:
 
     Each word of the total gets the sum of four products. With AVX2 and no VNNI, each short gets the sum of two, and
     must not overflow: the largest is 2 * 15 * 127 * 8 = 30,480 for eight vectors of 4-bit weights, 2 * 31 * 127 * 4
-    for four of 5 bits, and 2 * 63 * 127 * 2 for two of 6 bits.
+    for four of 5 bits, and 2 * 63 * 127 * 2 for two of 6 bits. With ARM's dot products, weights must be below 128.
     """
     products = weights.view(np.uint8).astype(np.int32) * numbers.view(np.int8)
     return total + products.reshape(len(total), -1).sum(1, dtype=total.dtype)
@@ -372,20 +376,21 @@ def whole(total: Any) -> Any:
 
 
 def _in_registers(builder: Any, name: str, result: Any, *vectors: Any) -> Any:
-    """Call an LLVM intrinsic on register-sized vectors: once, or for each half of the vectors."""
-    if WIDTH == LANES:
-        return call_intrinsic(builder, name, result, *vectors)
+    """Call an LLVM intrinsic on register-sized vectors: once, or for each part of the vectors."""
+    parts = LANES // WIDTH
 
-    def half_of(vector: Any, half: int) -> Any:
-        size = vector.type.count // 2
-        lanes = ir.Constant(ir.VectorType(I32, size), list(range(half * size, half * size + size)))
+    def part_of(vector: Any, n: int) -> Any:
+        size = vector.type.count // parts
+        lanes = ir.Constant(ir.VectorType(I32, size), list(range(n * size, n * size + size)))
         return builder.shuffle_vector(vector, vector, lanes)
 
-    kind = ir.VectorType(result.element, result.count // 2)
-    both = [call_intrinsic(builder, name, kind, *(half_of(each, n) for each in vectors)) for n in range(2)]
-    return builder.shuffle_vector(
-        *both, ir.Constant(ir.VectorType(I32, result.count), list(range(result.count)))
-    )
+    if parts == 1:
+        return call_intrinsic(builder, name, result, *vectors)
+    kind = ir.VectorType(result.element, result.count // parts)
+    found = [
+        call_intrinsic(builder, name, kind, *(part_of(each, n) for each in vectors)) for n in range(parts)
+    ]
+    return _joined(builder, found)
 
 
 # Blocks of vectors: tuples of rows times columns, whose vectors all stay in registers.
