@@ -181,3 +181,35 @@ def test_a_limit_of_the_address_space_before_drafting_ends_no_process():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "20\n", done.stderr
+
+
+#: Compiles entries for another processor and system, and prints the symbols that the object refers to.
+ELSEWHERE = """
+import sys
+from lookahead import builder, processor
+level, system, *names = sys.argv[1:]
+builder.use(next(each for each in processor.LEVELS if each.name == level), system)
+for name in names:
+    module = builder.module_of(builder.all_entries()[name])
+    assert len(builder.target_machine().emit_object(module)) > 1000
+    print(*(each.name for each in module.functions if each.is_declaration and not each.name.startswith("llvm.")))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("level", "system", "names"),
+    [
+        ("x86-64-v4", "linux", ["gemm_Q8_0", "pass_pairs_2", "pass_tiles_2"]),
+        ("x86-64-v3-vnni", "linux", ["gemm_Q4_K", "serve"]),
+        ("arm64", "linux", ["gemm_Q8_0", "gemm_Q4_K", "serve", "learn"]),
+        ("arm64", "darwin", ["gemm_Q8_0", "serve"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_code_for_other_processors_needs_the_c_library_only(level, system, names):
+    """It is compiled here; it runs where the processor is."""
+    command = [sys.executable, "-c", ELSEWHERE, level, system, *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    known = {"clock_gettime", "nanosleep", "sched_yield", "expf", "logf", "log", "sqrtf", "memset", "memcpy"}
+    assert set(done.stdout.split()) <= known
