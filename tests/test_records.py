@@ -5,15 +5,22 @@ Killed processes: test_soak.py.
 
 import json
 import os
+import pickle
 import random
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save as save_arrays
 from typer.testing import CliRunner
 
+from lookahead import records
 from lookahead.cli import app
 from lookahead.core import SettingsError
-from lookahead.records import RecordWriter, drop_torn_line, read_records, replacing
+from lookahead.drafters.adaptive.sources.base_table import open_table
+from lookahead.drafters.adaptive.sources.head_file import load_head
+from lookahead.records import RecordWriter, drop_torn_line, read_arrays, read_records, replacing
 
 PROMPT = "def add(a, b):\n    return a + b\ndef add(a"
 
@@ -217,3 +224,54 @@ def test_a_file_is_replaced_as_a_whole_or_kept(tmp_path):
         interrupted()
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["state.npz"]
+
+
+class Runs:
+    """A pickle that would run code if it were loaded."""
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit('a pickle was loaded')",)
+
+
+@pytest.mark.parametrize("kind", ["pickle", "folder", "pipe", "empty", "large", "cut", "deep", "other types"])
+def test_files_of_the_cache_folder_that_are_not_arrays(kind, tmp_path):
+    path = tmp_path / "file.safetensors"
+    whole = save_arrays({"a": np.arange(100)}, {"format": "1"})
+    header = b'{"a":' * 5000 + b"1" + b"}" * 5000
+    content = {
+        "pickle": pickle.dumps(Runs()),
+        "empty": b"",
+        "large": bytes(2000),
+        "cut": whole[:-1],
+        "deep": len(header).to_bytes(8, "little") + header,
+        "other types": whole.replace(b'"I64"', b'"X64"'),
+    }
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content[kind])
+    largest = 1000 if kind == "large" else 1 << 20
+    with pytest.raises((ValueError, OSError)):
+        read_arrays(path, largest)
+    for use in (open_table, load_head):
+        with pytest.raises(SettingsError) as error:
+            use(path)
+        assert "\n" not in str(error.value)
+
+
+def test_arrays_are_those_that_were_saved(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(save_arrays({"a": np.arange(100)}, {"format": "1"}))
+    about, arrays = read_arrays(path, 1 << 20)
+    assert (about, arrays["a"].tolist()) == ({"format": "1"}, list(range(100)))
+
+
+def test_no_decision_depends_on_the_wall_clock():
+    """It may jump. Only dates that are shown may come from it."""
+    shown = {"responses.py", "logs.py", "chat.py", "run.py"}  # of answers, log lines, templates and records
+    source = Path(records.__file__).parent
+    uses = re.compile(r"from time import (?:[^\n]*, )?time\b|\btime\.time\(|datetime\.now|utcnow")
+    found = {path.name for path in source.rglob("*.py") if uses.search(path.read_text())}
+    assert found <= shown, found - shown
