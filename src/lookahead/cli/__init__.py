@@ -1,4 +1,4 @@
-"""The command line, one file per command. To add a command, add a file, and a line at the end of this one.
+"""The command line, one file per command. To add a command, add a file, and a line to ``COMMANDS``.
 
 An invalid option or input prints one red line, ``error: ...``, on stderr; the exit status is 2. Other errors (NaN
 logits, out of memory) print such a line and exit with status 1; Ctrl-C exits with status 130. None shows a traceback.
@@ -10,30 +10,37 @@ import io
 import os
 import sys
 import warnings
-from typing import Annotated, Any
+from collections.abc import Iterable
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from .. import __version__
 from ..core import LookaheadError, SettingsError
-from . import bench
-from .chat import chat
 from .command import Command, without_types
 from .console import Interrupted, is_follower, note, problem, ranks
-from .demo import demo
-from .doctor import doctor
-from .generate import generate
-from .learn_table import learn
-from .models import models
-from .serve import serve
-from .show import show
-from .train_head import train_head
-from .tune import tune
-from .verify_exact import verify
+
+if TYPE_CHECKING:
+    app: typer.Typer
 
 __all__ = ["app", "main"]
 
+#: The commands, in the order of the help, and the module and function of each. A start imports only its own.
+COMMANDS = {
+    "generate": ("generate", "generate"),
+    "show": ("show", "show"),
+    "chat": ("chat", "chat"),
+    "demo": ("demo", "demo"),
+    "serve": ("serve", "serve"),
+    "verify": ("verify_exact", "verify"),
+    "doctor": ("doctor", "doctor"),
+    "tune": ("tune", "tune"),
+    "learn": ("learn_table", "learn"),
+    "models": ("models", "models"),
+    "train-head": ("train_head", "train_head"),
+}
 #: Commands that torchrun may start.
 PARALLEL = ("generate",)
 
@@ -94,20 +101,12 @@ class Commands(TyperGroup):
         return status if isinstance(status, int) else 0
 
 
-app = typer.Typer(
-    cls=Commands,
-    pretty_exceptions_enable=False,
-    help="Exact, training-free, draft-free acceleration of LLM decoding.",
-)
-
-
 def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"lookahead {__version__}")
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
 def _root(
     ctx: typer.Context,
     version: Annotated[
@@ -122,11 +121,32 @@ def _root(
         )
 
 
-for command in (generate, show, chat, demo, serve, verify, doctor, tune, learn, models, train_head):
-    app.command(cls=Command)(command)
-app.add_typer(
-    bench.app, name="bench", help="Measure methods side by side on your prompts: does drafting pay here?"
-)
+def make_app(names: Iterable[str] | None = None) -> typer.Typer:
+    """The command line with some commands, by default with all of them."""
+    made = typer.Typer(
+        cls=Commands,
+        pretty_exceptions_enable=False,
+        help="Exact, training-free, draft-free acceleration of LLM decoding.",
+    )
+    made.callback(invoke_without_command=True)(_root)
+    for module, function in map(COMMANDS.__getitem__, COMMANDS if names is None else names):
+        made.command(cls=Command)(getattr(import_module(f"{__name__}.{module}"), function))
+    if names is None:
+        from . import bench
+
+        made.add_typer(
+            bench.app,
+            name="bench",
+            help="Measure methods side by side on your prompts: does drafting pay here?",
+        )
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    app = globals()[name] = make_app()
+    return app
 
 
 def main() -> None:
@@ -136,4 +156,5 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    app(prog_name="lookahead")
+    first = sys.argv[1:2]
+    make_app(first if first and first[0] in COMMANDS else None)(prog_name="lookahead")
