@@ -16,7 +16,7 @@ from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive import base_files
 from lookahead.drafters.adaptive.base_files import key_of, read_tables, table_file
 from lookahead.drafters.adaptive.sources.base_table import open_table
-from lookahead.learning import self_text, text_parts
+from lookahead.learning import corpus, self_text, text_parts
 from lookahead.learning.self_text import Writer
 from lookahead.learning.table_learner import Goal, Learner
 from lookahead.learning.text_parts import Folder
@@ -197,6 +197,22 @@ def test_text_of_models_with_one_tokenizer_makes_one_table(chats, tmp_path):
     second.write(Goal(tokens=300), lambda *progress: None)
     assert second.output == first.output
     assert second.build().learned > 800
+
+
+def test_a_learned_table_counts_the_corpus_too(chats, tmp_path, monkeypatch):
+    """The estimates begin with those of the corpus, because little text is held out."""
+    monkeypatch.setattr(base_files, "SMALLEST_VOCABULARY", 300)
+    monkeypatch.setattr(corpus, "texts", lambda: ["def add(a, b):\n    return a + b\n"] * 50)
+    learner = Learner(lookahead.load(chats))
+    learner.write(Goal(tokens=600), lambda *progress: None)
+    with_corpus = learner.build()
+    trials = with_corpus.counts["greedy"][1]
+    assert corpus.TRIALS <= trials.min() <= trials.max() <= 100
+    monkeypatch.setattr(base_files, "SMALLEST_VOCABULARY", 8000)
+    alone = learner.build()
+    assert alone.counts["greedy"][1].min() == 0
+    assert alone.learned == with_corpus.learned
+    assert sum(alone.contexts) < sum(with_corpus.contexts)
 
 
 def test_an_interrupt_during_a_save_stores_no_text_twice(chats, tmp_path, monkeypatch):

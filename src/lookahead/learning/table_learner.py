@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..core import SettingsError
 from ..drafters.adaptive.base_files import cannot_build, key_of, table_file
 from ..drafters.adaptive.sources.base_table import BaseTable, open_table, save_table
 from . import corpus
 from .self_text import Writer, check_folder, check_output, text_folder
-from .table import MOST_CONTEXTS, build
+from .table import MOST_CONTEXTS, build, limited
 from .text_parts import Folder
 
 if TYPE_CHECKING:
@@ -111,6 +113,10 @@ class Learner:
         tokenizer = self._llm.tokenizer
         known = None if cannot_build(tokenizer) else corpus.split(tokenizer.backend_tokenizer, corpus.texts())
         trie, counts, learned = build(texts, self._llm.vocabulary, MOST_CONTEXTS, known)
+        if known is not None:
+            # Little held-out text says little about the estimates.
+            fitted = corpus.counts_of_kinds()
+            counts = {name: limited(*np.add(own, fitted[name])) for name, own in counts.items()}
         try:
             save_table(self.output, trie, counts, self._llm.vocabulary, self._key, learned)
         except SettingsError as error:
