@@ -29,10 +29,11 @@ class KernelBuild(BuildHookInterface[Any]):
             raise ValueError(f"LOOKAHEAD_WHEEL must be one of {', '.join(WHEELS)}, got {wheel}")
         # What was built here before is used again if its sources are the same.
         folder = Path(tempfile.mkdtemp()) if wheel else source / "lookahead" / "built"
-        paths = filter(None, (str(source), os.environ.get("PYTHONPATH")))
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-m", "lookahead.builder", str(folder), *WHEELS.get(wheel, ())]
-        subprocess.run(command, env=environment, check=True)
+        # Not by PYTHONPATH: pip removes the folder of an earlier editable installation from the paths of its builds.
+        program = (
+            f"import sys; sys.path.insert(0, {str(source)!r}); from lookahead.builder import main; main()"
+        )
+        subprocess.run([sys.executable, "-c", program, str(folder), *WHEELS.get(wheel, ())], check=True)
         if version != "editable":
             for library in folder.glob("*.*"):
                 build_data["force_include"][str(library)] = f"lookahead/built/{library.name}"

@@ -409,7 +409,10 @@ def main() -> None:
         return
     for level in chosen:  # a process compiles for one level
         options = ["--system", given.system, level.name]
-        subprocess.run([sys.executable, "-m", "lookahead.builder", str(given.folder), *options], check=True)
+        program = (
+            f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); from lookahead.builder import main"
+        )
+        subprocess.run([sys.executable, "-c", f"{program}; main()", str(given.folder), *options], check=True)
 
 
 if __name__ == "__main__":
