@@ -390,7 +390,7 @@ def test_a_table_that_no_reader_accepts_replaces_none(tmp_path, monkeypatch):
     assert file.read_bytes() == b"an older table"
 
 
-def test_the_contexts_of_a_table_are_limited(monkeypatch):
+def test_the_contexts_of_a_table_are_limited(monkeypatch, tmp_path):
     """To as many as fit in the largest file with all of their parents, and a large vocabulary."""
     given = []
     monkeypatch.setattr(table_learner, "build", lambda *arguments: given.extend(arguments) or (None, {}, 0))
@@ -398,7 +398,10 @@ def test_the_contexts_of_a_table_are_limited(monkeypatch):
         monkeypatch.setattr(table_learner, name, lambda *arguments: None)
     learner = object.__new__(Learner)
     learner.__dict__.update(
-        folder=SimpleNamespace(read=list), output=None, _llm=SimpleNamespace(vocabulary=8), _name=""
+        folder=SimpleNamespace(path=tmp_path / "own"),
+        output=None,
+        _llm=SimpleNamespace(vocabulary=8, tokenizer=None),
+        _key="",
     )
     learner.build()
     assert 2 * 44 * given[2] + 4 * 1_000_000 < base_table.LARGEST_FILE

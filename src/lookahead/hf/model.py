@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import SettingsError, Target
 from ..model import NO_LIMIT, HeadParts, Model, Probe, Shape, positions_of
-from .cuda import is_gpu, memory
 from .fingerprint import checksum, current, forget, known, unchanged
 from .paths import check_module, make_target, probe
 
@@ -129,6 +128,8 @@ class HFModel(Model):
         return lock if target.shares_module else nullcontext()
 
     def device_memory(self) -> int:
+        from .cuda import is_gpu, memory
+
         return int(memory(self.module.device)[0]) if is_gpu(self.module.device) else 0
 
     # ------------------------------------------------------------------------------- identity
