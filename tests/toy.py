@@ -4,8 +4,6 @@ import functools
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lookahead.hf.testing import tiny_model
-
 VOCABULARY = 320
 TEXT = ["def add(a, b):\n    return a + b\n", "the quick brown fox", "für 東京 🙂 naïve"] * 3
 CHAT = (
@@ -44,6 +42,8 @@ def tokenizer(chat=False):
 
 def save(folder, chat=False, **config):
     """Write model and tokenizer; return the folder."""
+    from lookahead.hf.testing import tiny_model  # imports torch, which the tests of GGUF files do without
+
     model = tiny_model("llama", vocab_size=VOCABULARY, **config)
     model.save_pretrained(folder)
     tokenizer(chat).save_pretrained(folder)
