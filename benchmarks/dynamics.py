@@ -22,7 +22,7 @@ from lookahead.bench.record import environment
 
 from . import batch_size
 from .datasets import load_workload
-from .page import write_page
+from .page import write_report
 from .report import markdown_table
 
 SETS = ("humaneval", "mbpp", "gsm8k", "classeval", "mt-bench", "spec-bench")
@@ -187,7 +187,7 @@ def main() -> None:
     add("--data", type=Path, required=True, help="folder of data sets")
     add("--limit", type=int, default=5, help="prompts of each set")
     add("--max-new-tokens", type=int, default=MARKS[-1], help="completions continue after end tokens")
-    add("--out", type=Path, default=Path("docs/results/dynamics"), help="page and JSON")
+    add("--out", type=Path, default=Path("docs/results/dynamics"), help="figures, without suffix")
     given = parser.parse_args()
     # Decode every prompt with lookahead and with Jacobi decoding.
     where = environment()
@@ -236,7 +236,7 @@ def main() -> None:
     ]
     record = {**where, "model": llm.name, "dtype": llm.dtype, "load": load}
     facts = {"pool": pools, "convergence": blocks, "memory": sizes}
-    write_page(given.out, "Within a completion: pool, convergence, memory", record, facts, body)
+    write_report(given.out, "Within a completion: pool, convergence, memory", record, facts, body)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from lookahead.core import first_divergence
 from lookahead.drafters import Adaptive, as_drafter
 from lookahead.records import RecordWriter, read_records
 
-from .page import write_page
+from .page import write_report
 from .report import markdown_table
 
 #: Greedy, and sampled with a seed.
@@ -282,7 +282,7 @@ def main() -> None:
     both["load"] = max(loads)
     require_one_origin(line | both for line in lines)
     title = "Exact mode: completions that differ, and cost"
-    write_page(given.out, title, lines[0] | both | {"path": "transformers"}, lines, body(lines), loads)
+    write_report(given.out, title, lines[0] | both | {"path": "transformers"}, lines, body(lines), loads)
 
 
 if __name__ == "__main__":

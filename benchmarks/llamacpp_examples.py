@@ -31,7 +31,7 @@ from lookahead.core import SettingsError
 from .datasets import load_workload
 from .llamacpp_build import build_of
 from .llamacpp_server import answers, steps_of
-from .page import write_page
+from .page import write_report
 from .paper import committed
 from .report import command_line, markdown_table
 from .servers import exit_on_signals
@@ -301,7 +301,7 @@ def main(words: Sequence[str] | None = None) -> None:
     loads = [record["load"] for record in records]
     shown = records[-1] | {"load": max(loads)}
     title = "Our drafters on llama.cpp, compared with its own examples"
-    write_page(arguments.out, title, shown, figures, body, loads)
+    write_report(arguments.out, title, shown, figures, body, loads)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from lookahead.core import LookaheadError
 from lookahead.cpu.execution_plan import Segment
 
 from .datasets import load_workload
-from .page import write_page
+from .page import write_report
 from .report import markdown_table
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
@@ -201,7 +201,7 @@ def main(words: Sequence[str] | None = None) -> int:
         markdown_table(columns, rows),
     ]
     record = facts | {"model": file.name, "dtype": packed.dtype, "path": "cpu"}
-    print(write_page(given.out, "Accuracy of packed weights", record, figures, body, loads, tokens=count))
+    write_report(given.out, "Accuracy of packed weights", record, figures, body, loads, tokens=count)
     return 0
 
 

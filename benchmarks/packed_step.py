@@ -36,7 +36,7 @@ from lookahead.core import TokenTree
 from lookahead.loading import default_model
 
 from .convert_gguf import convert
-from .page import write_page
+from .page import write_report
 from .report import markdown_table
 from .step import SHAPES, read_bandwidth, sample_tree
 
@@ -284,7 +284,7 @@ def main() -> None:
     add("--rounds", type=int, default=15)
     add("--starts", type=int, default=5)
     add("--folder", type=Path, default=Path("build/results"), help="where conversions are kept")
-    add("--out", type=Path, default=Path("docs/results/packed-step"), help="page and JSON")
+    add("--out", type=Path, default=Path("docs/results/packed-step"), help="figures, without suffix")
     given = parser.parse_args()
     where, folder = environment(), default_model()
     source, load, lines = folder.folder / folder.file, os.getloadavg()[0], []
@@ -297,7 +297,7 @@ def main() -> None:
     if shapes:
         names += f" and random weights of shapes of {' and '.join(shapes)}"
     record = {**where, "model": names, "dtype": "packed weights", "load": load}
-    write_page(
+    write_report(
         given.out,
         "Packed files compared with llama.cpp: start, memory and steps",
         record,

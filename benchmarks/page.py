@@ -1,4 +1,7 @@
-"""A measured page in Markdown, and its figures as JSON. Both name the command, the machine and the commit."""
+"""The report of a measurement, printed as Markdown, and its figures as JSON. Both name command, machine and commit.
+
+The pages of docs/results are made from the figures by ``pages``.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ def reason_of(error: Exception) -> str:
     return line if len(line) <= REASON else f"{line[: REASON - 1].rstrip()}…"
 
 
-def write_page(
+def write_report(
     out: Path,
     title: str,
     record: Mapping[str, Any],
@@ -62,14 +65,14 @@ def write_page(
     loads: Iterable[float | None] | None = None,
     **more: Any,
 ) -> str:
-    """Write ``out``.md and ``out``.json, with the processor and the load averages. Returns the page.
+    """Write ``out``.json, and print the report with the processor and the load averages. Returns the report.
 
     Args:
         out: path without suffix.
-        title: heading of the page.
+        title: heading of the report.
         record: machine and versions as in ``bench.record.environment``, with ``model`` and ``dtype``.
         figures: the field "figures" of the JSON.
-        body: lines of the page below the command and the machine.
+        body: lines of the report below the command and the machine.
         loads: load averages of the measurements; None for that of the record and the one now.
         more: further fields of the JSON.
     """
@@ -83,5 +86,5 @@ def write_page(
     facts = {"command": command, "where": where, "processor": processor(), "figures": figures, **more}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    out.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
     return text

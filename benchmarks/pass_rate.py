@@ -28,7 +28,7 @@ from typing import Any
 import lookahead
 from lookahead.bench.record import environment
 
-from .page import write_page
+from .page import write_report
 from .report import markdown_table
 
 ASK = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{}```"
@@ -134,7 +134,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=0, help="number of problems; 0 for all 164")
     parser.add_argument("--drafters", default="plain;adaptive", help="names separated by semicolons")
     parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--out", type=Path, default=Path("docs/results/pass-rate"), help="page and JSON")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/results/pass-rate"), help="figures, without suffix"
+    )
     args = parser.parse_args()
     lines = (args.data / "humaneval" / "HumanEval.jsonl").read_text(encoding="utf-8").splitlines()
     problems = [json.loads(line) for line in lines][: args.limit or None]
@@ -150,7 +152,7 @@ def main() -> None:
         table(found),
     ]
     figures = [{**own, "tokens": None, "equal": own["tokens"] == found[0]["tokens"]} for own in found]
-    print(write_page(args.out, "HumanEval's pass rate with and without drafts", record, figures, body, loads))
+    write_report(args.out, "HumanEval's pass rate with and without drafts", record, figures, body, loads)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Remeasure all pages and the README's figures at one commit; run by `make results`.
+"""Measure everything again at one commit, and write all pages and README's figures; run by `make results`.
 
     python -m benchmarks.results --data DIR      hours on 2 quiet cores (it prints how many); --limit 1 for a trial
-    python -m benchmarks.results --data DIR --only bench-packed    only pages with this prefix
-    python -m benchmarks.results --readme        the figures in README and docs, from the pages that are there
+    python -m benchmarks.results --data DIR --only speed --model A.gguf --model B.gguf    README's chart alone
+    python -m benchmarks.results --readme        measure nothing: write the pages and README from the records
 
-A page made by the same command on the same processor from the same code (see ``Step.sources``) is not made again; new
-comments and docstrings do not make it other code. Records survive an interrupt, so the same command continues, also
-after pages have been committed. Peers are openvino-genai, on conversions of the model's file by convert_gguf.py,
-llama.cpp's own programs, if --llamacpp-bin names their folder, and vLLM, if `make vllm` was run.
+A measurement by the same command on the same processor from the same code (see ``Step.sources``) is not made again;
+new comments and docstrings do not make it other code. Records survive an interrupt, so the same command continues,
+also after records have been committed. Peers are openvino-genai, on conversions of the model's file by
+convert_gguf.py, llama.cpp's own programs, if --llamacpp-bin names their folder, and vLLM, if `make vllm` was run.
+``pages`` has what the pages show of the records.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ import ast
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -33,13 +33,13 @@ from lookahead.bench import Records
 from lookahead.bench.record import commit, describe_machine, machine
 from lookahead.core import SettingsError
 
-from . import listed, quoted, readme
+from . import pages
 from .convert_gguf import BY_LLAMA_CPP, BY_NNCF, convert, export
 from .datasets import SETS
 from .llamacpp_examples import MODES, SERVER
 from .llamacpp_server import LLAMA_SERVER
 from .paper import committed
-from .quiet import machine_text, processor, require_quiet
+from .quiet import processor, require_quiet
 from .report import command_line, page_of
 
 ROOT = Path(__file__).parent.parent
@@ -78,7 +78,11 @@ TRIED = {**OPENVINO, LLAMA_SERVER: tuple(mode.replace(" ", ":") for mode in MODE
 #: Stand in a step's words for the fastest of them, and for the fastest of those without numbers.
 FASTEST, FASTEST_DEFAULT = "fastest", "fastest-default"
 #: The default drafter for a model without a base table.
-NO_TABLE = "adaptive:sources=suffix+logits+jacobi"
+NO_TABLE = pages.NO_TABLE
+#: The measurements of README's chart are named by the size of the model, as in its file's name.
+SIZE = re.compile(r"-(\d+(?:\.\d+)?[BM])\b")
+#: How each prompt of them is decoded: five prompts of each set, in two runs, take 15 minutes with 1.5B.
+SPEED_SETS, SPEED_PROMPTS, SPEED_RUNS, SPEED_TOKENS = ("mt-bench", "humaneval"), 5, 2, 96
 #: Data sets of llama.cpp's own examples.
 EXAMPLES = ("stdlib", "humaneval", "mt-bench")
 #: Weights of the trained drafters.
@@ -147,7 +151,7 @@ PEERS = ("llamacpp", "openvino", "hf")
 
 @dataclass(frozen=True)
 class Step:
-    """One page: the command that makes it, and roughly how long it takes."""
+    """One measurement: the command that makes it, and roughly how long it takes."""
 
     name: str
     words: tuple[str, ...]  # of Python
@@ -156,7 +160,7 @@ class Step:
 
     @property
     def page(self) -> Path:
-        """Its figures; the page itself is next to them."""
+        """Its figures."""
         return RESULTS / f"{self.name}.json"
 
     def is_done(self) -> bool:
@@ -165,7 +169,7 @@ class Step:
             return False
         facts = json.loads(self.page.read_text())
         if facts.get("failed") or (
-            self.name.startswith("bench-") and any("failed" in x for x in facts["figures"])
+            "side_by_side" in self.words[1] and any("failed" in x for x in facts["figures"])
         ):
             return False  # a peer that failed is tried again
         words = self.chosen()
@@ -201,17 +205,14 @@ class Step:
         """Make the page."""
         subprocess.run([self.python, *self.chosen()], cwd=ROOT, check=True)
         folder = RECORDS / self.name
-        if not (folder / "summary.json").is_file():  # the command has written the page itself
+        if not (folder / "summary.json").is_file():  # the command has written its figures itself
             return
         summary = json.loads((folder / "summary.json").read_text())
         wanted = set(summary["keys"])  # the folder may have records of other commits and limits
         records = [record for record in Records(folder).read() if record["key"] in wanted]
         head = {"command": summary["command"], "software": _software(records), "processor": processor()}
         committed.write(RESULTS / "records" / f"{self.name}.jsonl.gz", head, records)
-        text, facts = side_by_side(self.name)
-        (RESULTS / f"{self.name}.md").write_text(text, encoding="utf-8")
-        self.page.write_text(facts, encoding="utf-8")
-        shutil.copy(folder / "tokens-per-second.svg", RESULTS / f"{self.name}.svg")
+        self.page.write_text(side_by_side(self.name), encoding="utf-8")
 
 
 def fastest(name: str) -> str:
@@ -285,86 +286,12 @@ def _code(revision: str, name: str) -> bytes | str | None:
     return ast.dump(tree)
 
 
-#: How the methods are run, for all pages of methods side by side.
-HOW = (
-    "Each data set gives its first prompts, its categories in turn, and no prompt twice. All methods get the same "
-    "token ids, which include the chat template, the same number of threads and an empty cache. In each turn plain "
-    "decoding comes first; the others follow in an order that rotates from prompt to prompt. The host is shared and "
-    "its speed drifts, so compare speeds within a page. The adaptive drafter's priors were fitted on other prompts, "
-    "except that some of Spec-Bench's may be among them. It reads a base table if there is one for the model; the "
-    "package includes that of the default model. The times exclude compiling our kernels, measuring the cost "
-    "curve, reading the table, and a prompt that each method decodes as a warm-up. Our methods are timed in the "
-    "engine, which turns no tokens into text."
-)
-#: The beginning of methods' names -> how they are run.
-PEERS_HOW = {
-    LLAMA_SERVER: "llama.cpp's server has one slot, a context of 4096 tokens and no cache of prompts, with its "
-    "defaults otherwise (flash attention auto, keys and values in f16). Tokens and seconds are those that it "
-    "reports, without HTTP; they include turning tokens into text. With drafts, each completion has a new server, "
-    "which first decodes eight tokens that do not count.",
-    "openvino": "OpenVINO GenAI runs in this process, with as many threads, and keeps no prompts; its time includes "
-    "a streamer in Python.",
-    "hf": "The time of transformers includes a streamer in Python.",
-}
-#: Page -> what a reader must know about its comparison.
-NOTES = {
-    "bench-packed": "The file is made from the default model's Q4_1 file: embeddings and output rows are Q4_0 too. "
-    "OpenVINO's INT4 is made from the same weights ([its page](bench-openvino.md)). "
-    "`lookahead:15,5,15` has the paper's settings and decodes in the first run only. "
-    "`adaptive:sources=suffix+logits+jacobi` does without the base table; llama.cpp's ngram-cache can load "
-    "statistics of text from a file too, but there is none for this model. llama.cpp's ngram modes are among those "
-    "of [its own programs](llamacpp-examples.md); llama-lookup, which prints no token ids, is on that page alone.",
-    "bench-packed-sampled": "Every method draws from the whole vocabulary at the same temperature. Ours draw the "
-    "same tokens as plain decoding with the same seed; llama.cpp draws others, so its completions differ in length "
-    "and text, and it reads the file in Q4_0, its fastest format.",
-    "bench-packed-head": "The default model's own file, in Q4_1, and its light head. README's table has the same "
-    "model in Q4_0.",
-    "bench-packed-q4_k_m": "Rows of SmolLM2 have 576 weights, not a multiple of 256, so most matrices of its "
-    "Q4_K_M file are Q5_0 and Q8_0. Files of larger models consist mostly of Q4_K and Q6_K, for which llama.cpp has "
-    "faster kernels, so its figures here do not apply to them.",
-    "bench-openvino": "The names with INT4 and INT8 are OpenVINO's own format, made from the same weights by its "
-    "quantizer, NNCF: INT4 is symmetric in groups of 64, embeddings and output rows included, and INT8 is symmetric "
-    "by rows. OpenVINO GenAI also reads GGUF files in Q4_0. The precision of its key-value cache was not varied. In "
-    "README's table, it has INT4 with the fastest precision and setting of this page, over all prompts; settings "
-    "whose speeds are within a few percent are a tie.",
-    readme.LARGER_PAGE: "All methods read the same file, except rows whose file is in Q4_0: it is converted from the "
-    "other, and llama.cpp repacks it for this processor ([all methods in Q4_0](bench-larger-q4_0.md)). The package "
-    "includes no base table for this model: the first adaptive drafter has none, and the second has the one that "
-    "`lookahead learn` makes in ten minutes. llama.cpp's ngram mode is among those of [its own "
-    "programs](llamacpp-examples.md).",
-    readme.LARGER_Q4_0_PAGE: "The file is converted from [the model's own](bench-larger.md): embeddings and output "
-    "rows are Q4_0 too. The base table is the one of that page.",
-    "bench-bf16": "hf-compiled is transformers with torch.compile and a static cache of 1024 positions; its "
-    "compilation is not counted.",
-}
-
-
-def side_by_side(name: str) -> tuple[str, str]:
-    """A page of methods side by side from its committed records: Markdown, and its figures as JSON."""
+def side_by_side(name: str) -> str:
+    """The figures of methods side by side, as JSON, from their committed records."""
     head, records = committed.read(RESULTS / "records" / f"{name}.jsonl.gz")
-    text, facts = page_of(records, head["command"])
-    facts |= {name: head[name] for name in ("processor",) if name in head}
-    title = f"Methods side by side, {name.removeprefix('bench-')}"
-    if "software" in head:
-        about = machine_text(head["processor"], (record.get("load") for record in records))
-        text += "\n" + f"{head['software']} {about}".strip() + "\n"
-    named = {line["method"] for line in facts["figures"]}
-    how = [words for peer, words in PEERS_HOW.items() if any(method.startswith(peer) for method in named)]
-    notes = " ".join(filter(None, [NOTES.get(name, ""), _modes(named)]))
-    text += "\n" + "\n\n".join(filter(None, [notes, " ".join([HOW, *how])])) + "\n"
-    origin = f"Every figure of this page is computed from [its records](records/{name}.jsonl.gz)."
-    page = f"# {title}\n\n{text}\n{origin}\n\n![{figure_text(facts)}]({name}.svg)\n"
-    return page, json.dumps(facts, indent=1) + "\n"
-
-
-def _modes(methods: Iterable[str]) -> str:
-    """A sentence about llama.cpp's ngram modes, if they are the fastest ones of the page that tries them."""
-    if not (RESULTS / f"{EXAMPLES_PAGE}.json").is_file():
-        return ""
-    default, best = (fastest(f"{LLAMA_SERVER}::{each}").split("::")[1] for each in (FASTEST_DEFAULT, FASTEST))
-    if not all(any(name.endswith(f":{mode}") for name in methods) for mode in (default, best)):
-        return ""
-    return f"On that page, {default} is its fastest mode at its defaults, and {best} its fastest of all."
+    _, facts = page_of(records, head["command"])
+    facts |= {name: head[name] for name in ("processor", "software") if name in head}
+    return json.dumps(facts, indent=1) + "\n"
 
 
 def _software(records: Sequence[Mapping[str, Any]]) -> str:
@@ -378,20 +305,6 @@ def _software(records: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def figure_text(facts: Mapping[str, Any]) -> str:
-    """The alternative text of a page's figure."""
-    rates = {
-        name: [
-            f"{line['workload']} {line['all']['rate']:.0f}"
-            for line in facts["figures"]
-            if line["method"] == name
-        ]
-        for name in ("plain", "adaptive")
-    }
-    each = "; ".join(f"{name}: {', '.join(own)}" for name, own in rates.items() if own)
-    return f"Tokens per second by data set and method. {each}"
-
-
 @dataclass(frozen=True)
 class Sources:
     """What the pages are measured on."""
@@ -401,7 +314,7 @@ class Sources:
     model: Path | None = None  # the default model's file
     llamacpp_bin: Path | None = None  # folder of llama.cpp's programs
     text: Path = Path("build/text")  # the model's own output, for the datastore of REST
-    larger: tuple[Path, Path] | None = None  # files of a larger model and of its base table
+    models: tuple[Path, ...] = ()  # larger models for README's chart
 
     @property
     def most(self) -> int:
@@ -423,6 +336,13 @@ def steps(given: Sources) -> list[Step]:
     def plan(name: str, minutes: float, program: str, *words: Any) -> None:
         planned.append(Step(name, ("-m", f"benchmarks.{program}", *map(str, words)), minutes))
 
+    # README's chart: the largest model first.
+    files = [*given.models, *([model] if model is not None else [])]
+    planned += [_speed(given, file) for file in files if given.llamacpp_bin is not None]
+    if given.llamacpp_bin is None:
+        _left_out("speed", why="--llamacpp-bin must name the folder of llama.cpp's programs")
+    elif not given.models:
+        _left_out("speed of larger models", why="--model must name their files")
     # llama.cpp's own programs, whose page chooses llama.cpp's modes for others.
     if model is None or not has_llama_cpp:
         _left_out(EXAMPLES_PAGE, "packed-step", why="they need the default model and llama-cpp-python")
@@ -436,11 +356,6 @@ def steps(given: Sources) -> list[Step]:
         plan(EXAMPLES_PAGE, 5 * prompts, "llamacpp_examples", *words)
     # Methods side by side, start-up, the server and the row rule.
     planned += _packed(given) if model is not None else []
-    if given.larger is None:
-        pages = readme.LARGER_PAGE, readme.LARGER_Q4_0_PAGE
-        _left_out(*pages, why="--larger must name two files; `make larger` makes them")
-    else:
-        planned += _larger(given, *given.larger)
     words = []
     if model is not None and given.llamacpp_bin is not None and has_llama_cpp:
         words = ["--bin", given.llamacpp_bin]
@@ -515,12 +430,18 @@ def _packed(given: Sources) -> list[Step]:
         words = _beside(small, FEW[::2], given, max(2, 5 * given.limit // 4), 1, methods)
         planned.append(_to_records(OPENVINO_PAGE, [*words, *SHORT], 0.85 * given.limit))
     # page, format, temperature, data sets, prompts of each, minutes for one of them
-    for name, kind, temperature, sets, limit, minutes in (
+    for name, kind, temperature, data_sets, limit, minutes in (
         ("bench-packed", "Q4_0", 0.0, SETS, given.most, 4.0),
-        ("bench-packed-q4_k_m", "Q4_K_M", 0.0, SETS, given.half, 1.3),
         ("bench-packed-sampled", "", 0.7, SETS, given.half, 0.75),
         # Two drafters that differ by a few hundredths need many prompts, so the page has only the quoted sets.
-        ("bench-packed-head", "", 0.0, quoted.QUOTED_SETS, given.limit, 0.4),
+        (
+            "bench-packed-head",
+            "",
+            0.0,
+            [name for each in pages.KINDS.values() for name in each],
+            given.limit,
+            0.4,
+        ),
     ):
         if kind in BY_LLAMA_CPP and not has_llama_cpp:
             _left_out(name, why=f"llama-cpp-python makes {kind}")
@@ -528,7 +449,7 @@ def _packed(given: Sources) -> list[Step]:
         file, methods = _converted(model, kind) if kind else model, list(METHODS)
         if name == "bench-packed-head":
             methods = ["adaptive", "adaptive:head=auto"]
-        elif name == readme.PAGE:
+        elif name == "bench-packed":
             methods.insert(-1, NO_TABLE)
         else:  # the paper's triple takes as long as all the others
             methods.remove(PAPERS)
@@ -540,28 +461,26 @@ def _packed(given: Sources) -> list[Step]:
             methods += [f"{LLAMA_SERVER}:{file}:{each}" for each in (FASTEST_DEFAULT, FASTEST)]
             own = _converted(model, "INT4") if has_openvino else file
             methods += [f"{head}:{own}:{FASTEST}" for head in OPENVINO]
-        words = _beside(file, sets, given, limit, REPEATS, methods)
+        words = _beside(file, data_sets, given, limit, REPEATS, methods)
         words += ["--temperature", str(temperature)] if temperature else []
         words += ["--once", PAPERS] if PAPERS in methods else []
         planned.append(_to_records(name, words, minutes * limit))
     return planned
 
 
-def _larger(given: Sources, file: Path, table: Path) -> list[Step]:
-    """A larger model beside llama.cpp: its own file, then both in Q4_0."""
-    q4_0 = _converted(file, "Q4_0")
-    with_table = f"adaptive:table={table}"
-
-    def servers(file: Path) -> list[str]:
-        return [f"{LLAMA_SERVER}:{file}", f"{LLAMA_SERVER}:{file}:{FASTEST}"]
-
-    methods = ["prompt-lookup", NO_TABLE, with_table, *servers(file), *servers(q4_0)]
-    words = _beside(file, FEW, given, given.half, REPEATS, methods)
-    words_q4_0 = _beside(q4_0, FEW, given, given.half, REPEATS, [with_table, *servers(q4_0)])
-    return [
-        _to_records(readme.LARGER_PAGE, words, 3.25 * given.half),
-        _to_records(readme.LARGER_Q4_0_PAGE, words_q4_0, 1.25 * given.half),
-    ]
+def _speed(given: Sources, file: Path) -> Step:
+    """A model on prose and code: plain, the default, four rows, and llama.cpp in its fastest files and modes."""
+    size = SIZE.search(file.stem)
+    if size is None:
+        raise SettingsError(
+            f"--model must have its size in its name, as in Llama-3.2-1B.gguf, got {file.name}"
+        )
+    minutes = float(size[1][:-1]) * (1 if size[1][-1] == "B" else 0.001) * 9 + 1.5
+    q4_0 = _converted(file, "Q4_0") if find_spec("llama_cpp") is not None else file
+    servers = [f"{LLAMA_SERVER}:{file}", f"{LLAMA_SERVER}:{q4_0}", f"{LLAMA_SERVER}:{q4_0}:{FASTEST}"]
+    methods = [pages.DEFAULT, pages.FIXED, *dict.fromkeys(servers)]
+    words = _beside(file, SPEED_SETS, given, SPEED_PROMPTS, SPEED_RUNS, methods)
+    return _to_records(f"speed-{size[1].lower()}", [*words, "--max-new-tokens", str(SPEED_TOKENS)], minutes)
 
 
 def _beside_transformers(given: Sources) -> Step:
@@ -621,9 +540,7 @@ def main(words: Sequence[str] | None = None) -> int | str:
     )
     parser.add_argument("--data", type=Path, help="folder of data sets by name")
     parser.add_argument("--limit", type=int, default=8, help="prompts of each data set")
-    parser.add_argument(
-        "--only", default="", metavar="NAME", help="pages whose names begin so, without the demo"
-    )
+    parser.add_argument("--only", default="", metavar="NAME", help="measurements whose names begin so")
     parser.add_argument("--llamacpp-bin", type=Path, help="folder of llama.cpp's programs")
     parser.add_argument(
         "--text",
@@ -632,10 +549,17 @@ def main(words: Sequence[str] | None = None) -> int | str:
         help="the model's own output, for the page of trained drafters",
     )
     parser.add_argument(
-        "--larger", type=Path, nargs=2, metavar=("GGUF", "TABLE"), help="a larger model, and its base table"
+        "--model",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="GGUF",
+        help="a larger model for README's chart; can be repeated, the largest first",
     )
     parser.add_argument(
-        "--readme", action="store_true", help="measure nothing; write the figures that README and docs quote"
+        "--readme",
+        action="store_true",
+        help="measure nothing; write the pages and README's figures from the records",
     )
     given = parser.parse_args(words)
     failed: list[str] = []
@@ -650,22 +574,24 @@ def main(words: Sequence[str] | None = None) -> int | str:
             )
         if given.llamacpp_bin is not None:
             os.environ["LLAMACPP_BIN"] = str(given.llamacpp_bin.resolve())
-        for file in given.larger or ():
+        for file in given.model:
             if not file.is_file():
-                parser.error(f"--larger must be a GGUF file and a base table, {file} does not exist")
-        larger = tuple(given.larger) if given.larger else None
-        found = Sources(
-            given.data, given.limit, default_file(), given.llamacpp_bin, given.text, larger=larger
-        )
+                parser.error(f"--model must be a GGUF file, {file} does not exist")
+        models = tuple(given.model)
+        found = Sources(given.data, given.limit, default_file(), given.llamacpp_bin, given.text, models)
         failed = measure(found, given.only)
-    for path in sorted((RESULTS / "records").glob("bench-*.jsonl.gz")):  # the report may have changed
-        page = RESULTS / path.name.removesuffix(".jsonl.gz")
-        text, facts = side_by_side(page.name)
-        page.with_suffix(".md").write_text(text, encoding="utf-8")
-        page.with_suffix(".json").write_text(facts, encoding="utf-8")
-    for quoting in (readme, listed, quoted):
-        quoting.write()
+    for path in beside():  # the report may have changed
+        name = path.name.removesuffix(".jsonl.gz")
+        (RESULTS / f"{name}.json").write_text(side_by_side(name), encoding="utf-8")
+    pages.write()
     return f"error: {' and '.join(failed)} failed; the same command continues" if failed else 0
+
+
+def beside() -> list[Path]:
+    """The committed records of methods side by side."""
+    return sorted(
+        path for kind in ("bench", "speed") for path in (RESULTS / "records").glob(f"{kind}-*.jsonl.gz")
+    )
 
 
 def default_file() -> Path | None:

@@ -25,7 +25,7 @@ from lookahead.drafters import Adaptive, Plain
 from lookahead.records import RecordWriter, finite, read_records
 
 from .datasets import load_workload
-from .page import write_page
+from .page import write_report
 from .paper import committed
 from .quiet import processor, require_quiet
 from .report import command_line, markdown_table
@@ -207,7 +207,7 @@ def main() -> None:
     add("--longest", type=int, default=1024, help="maximum tokens of a prompt; the last ones are kept")
     add("--rounds", type=int, default=2)
     add("--records", type=Path, default=Path("build/results/rows.jsonl"), help="JSON lines; appended to")
-    add("--out", type=Path, default=Path("docs/results/rows"), help="page and JSON")
+    add("--out", type=Path, default=Path("docs/results/rows"), help="figures, without suffix")
     args = parser.parse_args()
     args.records.parent.mkdir(parents=True, exist_ok=True)
     path = args.out.parent / "records" / f"{args.out.name}.jsonl.gz"
@@ -219,7 +219,7 @@ def main() -> None:
     _, lines = committed.read(path)
     groups = figures(lines)
     title = f"The rule for rows, sequence by sequence: {lines[-1]['dtype']}"
-    print(write_page(args.out, title, lines[-1], finite(groups), body(lines, groups)))
+    write_report(args.out, title, lines[-1], finite(groups), body(lines, groups))
 
 
 if __name__ == "__main__":

@@ -278,17 +278,17 @@ def _equal(texts: dict[str, str], plain: dict[str, str]) -> str:
     return f"{sum(texts[prompt] == text for prompt, text in plain.items())} of {len(plain)}"
 
 
-def write_page(
+def write_report(
     rounds: Sequence[Round], asked: str, other: Other | None, threads: int, out: Path, command: str
 ) -> None:
-    """Write the page ``serve.md`` and its figures as ``serve.json``.
+    """Write the figures as ``serve.json``, and print the report.
 
     Args:
         rounds: the measurements.
         asked: a sentence about the prompts.
         other: the server measured alongside; None if there is none.
         threads: number of threads of the server.
-        out: folder of the page.
+        out: folder of the figures.
         command: the command line.
     """
     records: list[Record] = [measured.as_dict() for measured in rounds]
@@ -309,7 +309,7 @@ def write_page(
     ]
     text = "\n\n".join(["# The server under load", f"`{command}`", *filter(None, notes), table(rounds)])
     out.mkdir(parents=True, exist_ok=True)
-    (out / "serve.md").write_text(f"{text}\n", encoding="utf-8")
+    print(text)
     facts = {"command": command, "where": where, "processor": processor(), "busy": busy, "figures": records}
     (out / "serve.json").write_text(json.dumps(finite(facts), indent=1) + "\n", encoding="utf-8")
 
@@ -338,7 +338,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, default=64, help="maximum new tokens per answer")
     add("--dtype", default="auto")
     add("--threads", type=int, help="threads of the server")
-    add("--out", type=Path, help="folder for serve.md and serve.json")
+    add("--out", type=Path, help="folder for serve.json")
     return made
 
 
@@ -351,10 +351,11 @@ def main(words: Sequence[str] | None = None) -> int:
     except LookaheadError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
-    print(table(rounds))
-    if given.out is not None:
+    if given.out is None:
+        print(table(rounds))
+    else:
         command = command_line(list(words), "python -m benchmarks.serve")
-        write_page(rounds, asked, other, threads, given.out, command)
+        write_report(rounds, asked, other, threads, given.out, command)
     return 0
 
 

@@ -30,7 +30,7 @@ from lookahead.bench.record import environment
 from lookahead.core import SettingsError
 
 from .llamacpp_build import build_of
-from .page import write_page
+from .page import write_report
 from .quiet import require_quiet
 from .report import markdown_table
 
@@ -196,7 +196,9 @@ def main() -> None:
     )
     parser.add_argument("--larger", type=Path, nargs="*", default=[], help="further GGUF files to measure")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("docs/results/startup"), help="page and JSON")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/results/startup"), help="figures, without suffix"
+    )
     args = parser.parse_args()
     model = Path(folder) / file
     require_quiet()
@@ -222,7 +224,7 @@ def main() -> None:
     if args.larger:
         sizes = (f"{file.name} ({file.stat().st_size / 1e6:,.0f} MB)" for file in args.larger)
         body += ["", f"Larger files: {', '.join(sizes)}."]
-    print(write_page(args.out, "Start-up, memory and first use", record, found, body, loads))
+    write_report(args.out, "Start-up, memory and first use", record, found, body, loads)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from lookahead.bench.record import environment
 from lookahead.core import TokenTree
 from lookahead.hf.paths import make_target
 
-from .page import write_page
+from .page import write_report
 from .report import markdown_table
 
 REAL = "SmolLM2"
@@ -194,7 +194,7 @@ def main() -> None:
     add("--contexts", nargs="+", type=int, default=[128, 1024])
     add("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128])
     add("--rounds", type=int, default=15)
-    add("--out", type=Path, default=Path("build/results/step"), help="page and JSON")
+    add("--out", type=Path, default=Path("build/results/step"), help="figures, without suffix")
     given = parser.parse_args()
     lines = []
     load = os.getloadavg()[0]
@@ -217,7 +217,7 @@ def main() -> None:
         "",
         markdown_table(heads, (row(line) for line in lines), texts=2),
     ]
-    write_page(given.out, "The step on a CPU: t(k) on both paths, and its lower bounds", where, lines, body)
+    write_report(given.out, "The step on a CPU: t(k) on both paths, and its lower bounds", where, lines, body)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from .drafters.eagle import Eagle, EagleDrafter
 from .drafters.medusa import Medusa, MedusaDrafter
 from .drafters.rest import Datastore, Rest
 from .drafters.static_tree import SHAPES, StaticTree
-from .page import write_page
+from .page import write_report
 from .peers import HuggingFace
 from .quiet import require_quiet
 from .report import markdown_table
@@ -403,7 +403,7 @@ def main(words: Sequence[str] | None = None) -> None:
             f"error: {args.records} must have records of these options for --page-only; measure first, without it"
         )
     print(
-        write_page(
+        write_report(
             args.out,
             "Trained and retrieval-based drafters at equal rows",
             lines[-1],

@@ -29,9 +29,9 @@ from lookahead.cli.shared import numbers
 from lookahead.core import LookaheadError, SettingsError
 from lookahead.drafters.adaptive.settings import SOURCES
 
-from .chain_s import table
+from .chain_s import rows_of, table
 from .datasets import SETS, load_workload
-from .page import reason_of, write_page
+from .page import reason_of, write_report
 from .report import markdown_table
 from .vllm_run import RESULT
 
@@ -190,6 +190,14 @@ def main(words: Sequence[str] | None = None) -> None:
     ]
     least, most = RECOMMENDED
     more = f"; vLLM recommends {least} or {most} for suffix decoding, which was not measured"
+    chains = rows_of(
+        str(arguments.model),
+        arguments.dtype,
+        arguments.data,
+        arguments.limit,
+        arguments.tokens,
+        arguments.drafted,
+    )
     body = [
         f"vLLM {record['vllm']}, eager mode, no prefix caching, at most {arguments.drafted} drafted tokens for every "
         f"method{more if arguments.drafted < least else ''}. "
@@ -207,18 +215,12 @@ def main(words: Sequence[str] | None = None) -> None:
         "",
         "Every step drafts, one text at a time; each line takes away something that vLLM's interface does not allow.",
         "",
-        table(
-            str(arguments.model),
-            arguments.dtype,
-            arguments.data,
-            arguments.limit,
-            arguments.tokens,
-            arguments.drafted,
-        ),
+        table(chains),
         "",
     ]
     loads = [each["load"] for each in chosen]
-    print(write_page(arguments.out, "Drafting on vLLM", record, figures, body, loads, failed=failed))
+    kept = [[name, every] for name, *_, every in chains]
+    write_report(arguments.out, "Drafting on vLLM", record, figures, body, loads, failed=failed, chains=kept)
 
 
 if __name__ == "__main__":

@@ -357,78 +357,6 @@ def draw_window_image() -> str:
     return svg(left + 9 * wide, top + 12, parts, "The window in three steps")
 
 
-#: The methods of docs/results/bench-packed.json that the home shows, (English, Chinese).
-#: There, a name may be followed by a file.
-METHODS = {
-    "adaptive": ("adaptive, the default", "自适应（默认）"),
-    "prompt-lookup": ("prompt lookup", "提示词查找"),
-    "plain": ("plain decoding", "普通解码"),
-    "lookahead:15,5,15": ("lookahead (15,5,15)", "前瞻解码 (15,5,15)"),
-    "llamacpp-server": ("llama.cpp", "llama.cpp"),
-    "llamacpp-server:drafts": ("llama.cpp, n-gram drafts", "llama.cpp，n-gram 草稿"),
-    "openvino-greedy": ("OpenVINO GenAI", "OpenVINO GenAI"),
-    "openvino-lookup": ("OpenVINO, prompt lookup", "OpenVINO，提示词查找"),
-}
-
-
-def draw_speeds(chinese: bool = False) -> str:
-    """Tokens per second of each method over all data sets, from the records of the README's table.
-
-    Of a peer on several files, the fastest is shown; one that failed is left out.
-    """
-    facts = json.loads((HERE / "results" / "bench-packed.json").read_text())
-    seconds: dict[str, list[float]] = {}  # of one token, by method, for each data set
-    for line in facts["figures"]:
-        if line["all"]["rate"] is not None:
-            seconds.setdefault(line["method"], []).append(1 / line["all"]["rate"])
-    sets = len({line["workload"] for line in facts["figures"]})
-    speeds: dict[str, float] = {}
-    for method, each in seconds.items():
-        head, *rest = method.split(":")
-        drafts = head == "llamacpp-server" and len(rest) == 2
-        name = method if method in METHODS else head + (":drafts" if drafts else "")
-        if name in METHODS and len(each) == sets:
-            speeds[name] = max(speeds.get(name, 0.0), sets / sum(each))
-    title = f"每秒 token 数（{sets} 个数据集）" if chinese else f"Tokens per second over {sets} data sets"
-    where = facts["where"]
-    if chinese:
-        where = re.sub(r"(\d+) cores", r"\1 核", re.sub(r"(\d+) threads", r"\1 线程", where))
-        where = re.sub(r" in ([\w +]+) on the (\S+) path", r", 权重 \1, \2 路径", where)
-    left, wide, high, most = 168, 150, 24, max(speeds.values())
-    parts = [words(12, 24, title, more='style="font-weight:600;font-size:14px"')]
-    for row, (name, speed) in enumerate(sorted(speeds.items(), key=lambda item: -item[1])):
-        y = 40 + row * high
-        kind = (
-            "best"
-            if name == "adaptive"
-            else "ours"
-            if name in ("prompt-lookup", "plain", "lookahead:15,5,15")
-            else "other"
-        )
-        parts += [
-            words(left - 8, y + 14, METHODS[name][chinese], more='text-anchor="end"'),
-            f'<rect x="{left}" y="{y}" width="{wide * speed / most:.1f}" height="{high - 6}" rx="3" class="{kind}"/>',
-            words(left + wide * speed / most + 6, y + 14, f"{speed:.0f}"),
-        ]
-    y = 40 + len(speeds) * high + 16
-    legend = ("本库", "其他软件") if chinese else ("this library", "other software")
-    for x, kind, text in ((12, "best", ""), (28, "ours", legend[0]), (150, "other", legend[1])):
-        parts += [
-            f'<rect x="{x}" y="{y - 10}" width="12" height="12" rx="2" class="{kind}"/>',
-            words(x + 18, y, text, "s"),
-        ]
-    for line in wrap(where, 56, break_on_hyphens=False):
-        y += 17
-        parts.append(words(12, y, line, "s", 'style="font-size:10.5px"'))
-    style = (
-        "text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Noto Sans','PingFang SC','Microsoft YaHei',"
-        "'Noto Sans CJK SC',sans-serif;fill:#1c1b19}.s{fill:#6a655c}.best{fill:#1f5fbf}.ours{fill:#7fa8e0}"
-        ".other{fill:#b9b3a7}@media(prefers-color-scheme:dark){text{fill:#eeebe4}.s{fill:#a59f93}.best{fill:#8ab4ff}"
-        ".ours{fill:#4a6ea8}.other{fill:#5c574e}}"
-    )
-    return themed_svg(left + wide + 43, y + 10, parts, title, style)
-
-
 def draw_completion(chinese: bool = False) -> str:
     """A completion of the default drafter: the tokens of one forward pass share a colour."""
     steps, texts = steps_of("completion")
@@ -465,8 +393,6 @@ IMAGES = {
     "images/completion.zh.svg": partial(draw_completion, chinese=True),
     "images/lesson-costs.svg": draw_costs_image,
     "images/lesson-window.svg": draw_window_image,
-    "images/speeds.svg": draw_speeds,
-    "images/speeds.zh.svg": partial(draw_speeds, chinese=True),
     "images/step.svg": draw_mask_image,
     "lesson/replay.html": lambda: page_of(read_trace(HERE / "traces" / "window.jsonl")),
     "lesson/replay-adaptive.html": lambda: page_of(read_trace(HERE / "traces" / "adaptive.jsonl")),

@@ -4,7 +4,6 @@ import pytest
 
 from benchmarks.llamacpp_build import build_of
 from benchmarks.llamacpp_examples import cost_of, program, tables
-from benchmarks.readme import own_programs
 from lookahead.core import SettingsError
 
 PRINTED = """
@@ -53,11 +52,6 @@ def test_a_rate_is_the_median_over_repeats_with_its_range():
             ["llama-lookup", "64", "2.00", "128.0", "not compared"],
         ]
     }
-
-
-def test_the_readme_reads_rates_with_their_range():
-    rows = [["llama-bench, plain", "", "", "200.4 (190–210)", ""], ["llama-lookup", "", "", "180.0", ""]]
-    assert "180 tokens/s with drafts (llama-lookup), and 200 without" in own_programs({"code": rows})
 
 
 def test_a_build_is_described_by_the_program_and_cmakes_cache(tmp_path):

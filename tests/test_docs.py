@@ -81,26 +81,6 @@ def test_images_and_moving_pages_are_what_the_code_draws(draw):
         assert (DOCS / name).read_text() == make(), f"{name}: run python docs/draw.py --write"
 
 
-def test_the_home_shows_the_fastest_file_of_a_peer(draw, tmp_path, monkeypatch):
-    """Only the faster of llama.cpp's two files is shown; a peer that failed is not."""
-    monkeypatch.setitem(draw.draw_speeds.__globals__, "HERE", tmp_path)
-    rates = {"plain": 50.0, "llamacpp-server:x.Q4_0.gguf": 80.0, "llamacpp-server:x.IQ4_NL.gguf": 90.0}
-    rates["openvino-greedy:x.gguf"] = None
-    figures = [
-        {"workload": workload, "method": method, "all": {"rate": rate}}
-        for workload in ("code", "maths")
-        for method, rate in rates.items()
-    ]
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results/bench-packed.json").write_text(
-        json.dumps({"figures": figures, "where": "a machine"})
-    )
-    drawn = draw.draw_speeds()
-    assert "Tokens per second over 2 data sets" in drawn
-    assert re.findall(r">(\d+)<", drawn) == ["90", "50"]
-    assert "OpenVINO" not in drawn
-
-
 def command_lines(page):
     """Each lookahead command in a page's shell blocks, as words."""
     for block in re.findall(r"^```(?:sh|bash|console)[^\n]*\n(.*?)^```", page.read_text(), flags=re.S | re.M):
@@ -201,8 +181,7 @@ def gathered(tmp_path_factory):
 
 
 def test_measured_pages_spell_out_their_letters():
-    """Results pages are read alone, and their tables have letters as headings: without the line that ``spelled_out``
-    adds, S could be taken for the speed-up."""
+    """Tables have letters as headings: without this line, S could be taken for the speed-up."""
     page = "# Title\n\nW is 5 and `G` code.\n\n| T | S |\n\nT: temperature.\n"
     line = "S: tokens per step, the bonus token included; W: columns of the window; T: temperature."
     assert spelled_out(page) == page.replace("# Title\n", f"# Title\n\n{line}\n")
@@ -210,9 +189,6 @@ def test_measured_pages_spell_out_their_letters():
         spelled_out("# Title\n\nS is tokens per pass.\n\n| S |\n")
         == "# Title\n\nS is tokens per pass.\n\n| S |\n"
     )
-    for path in (DOCS / "results").glob("*.md"):
-        text = path.read_text()
-        assert spelled_out(text) == text, path.name
 
 
 def test_the_site_has_every_page(gathered):

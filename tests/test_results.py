@@ -1,4 +1,4 @@
-"""The README matches the committed records, and `make results` resumes where it stopped."""
+"""`make results` measures what is not there yet, and resumes where it stopped."""
 
 import errno
 import json
@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import adaptive_run, adaptive_s, listed, readme, results
+from benchmarks import adaptive_run, adaptive_s, results
+from benchmarks import pages as written
 from benchmarks.report import page_of, write_report
 from lookahead.bench import ModelUnderTest, Records, RunOptions, run
 from lookahead.core import SettingsError
@@ -21,163 +22,6 @@ from lookahead.testing import FakeTarget
 
 #: Pages with twenty prompts of each data set, or pairs of prompt and repeat; the others with records have ten.
 TWENTY = ("ablation", "sampling-quality", "scaling-law", "bench-packed")
-TEXT, CHINESE = readme.README.read_text(), readme.README_ZH.read_text()
-
-
-def test_every_figure_of_the_readme_is_read_out_of_the_records():
-    assert readme.with_blocks(TEXT) == TEXT, "run python -m benchmarks.results --readme"
-    assert readme.with_blocks(CHINESE, readme.CHINESE) == CHINESE, "run python -m benchmarks.results --readme"
-
-
-def test_the_chinese_block_is_the_english_one_in_other_words():
-    """The same numbers in the same order, and no English except names of software, data sets and hardware."""
-    english, chinese = (
-        re.search(r"<!-- measured: .*?<!-- end -->", text, re.S)[0] for text in (TEXT, CHINESE)
-    )
-    numbers = r"\d+(?:\.\d+)*"
-    assert re.findall(numbers, chinese) == re.findall(numbers, english)
-    assert not re.findall(r"\b(?:ours|prompts of|the page|the default|the paper's|equal|of)\b", chinese)
-
-
-def line(workload, method, rate, s, equal=2, compared=2):
-    figures = {"rate": rate, "s_steps": s, "equal": equal, "compared": compared}
-    return {"workload": workload, "method": method, "state": "", "all": figures}
-
-
-@pytest.mark.parametrize("path", listed.TABLES, ids=lambda path: path.parent.name)
-def test_the_lists_of_pages_are_those_of_the_folder(path):
-    text = path.read_text()
-    assert listed.with_table(path, text) == text, "run python -m benchmarks.results --readme"
-    text = listed.NAVIGATION.read_text()
-    assert listed.with_entries(text) == text, "run python -m benchmarks.results --readme"
-
-
-def test_a_page_that_is_made_is_listed_and_one_that_is_removed_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(listed, "RESULTS", tmp_path / "docs/results")
-    listed.RESULTS.mkdir(parents=True)
-    for name in ("soak", "bench-bf16", "ablation"):
-        (listed.RESULTS / f"{name}.md").write_text(f"# Page {name}\n\ntext\n")
-    where = "A CPU, 2 cores, avx2, 2 threads, torch 2, transformers 5, commit 0123456789ab, a model in bf16"
-    (listed.RESULTS / "bench-bf16.json").write_text(json.dumps({"where": where}))
-    page = tmp_path / "docs/zh/x.md"
-    monkeypatch.setattr(listed, "TABLES", {page: ("a", "b", "c")})
-    text = listed.with_table(page, "<!-- measured: pages -->\nold\n<!-- end -->\n")
-    first, second, third = text.splitlines()[3:-1]
-    assert first == "| [Page ablation](../results/ablation.md) | – | – |"
-    assert second == "| [Page bench-bf16](../results/bench-bf16.md) | A CPU, 2 cores, avx2 | 0123456789ab |"
-    assert third.startswith("| [Page soak]")
-    with pytest.raises(SystemExit, match=r"x\.md must have one block"):
-        listed.with_table(page, "")
-    before, after = (
-        "  - Results:\n" + "".join(f"      - results/{name}.md\n" for name in names) + "  - Project: [x.md]\n"
-        for names in (("vllm", "soak", "ablation"), ("soak", "ablation", "bench-bf16"))
-    )
-    assert listed.with_entries(before) == after
-
-
-def test_a_figure_that_no_record_has_is_seen_and_put_right(tmp_path, monkeypatch):
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    figures = [
-        line("code", "plain", 100.4, 1.0),
-        line("sums", "plain", 90.2, 1.0),
-        line("code", "openvino-lookup:SmolLM2.BF16.gguf:5,3:f32", 55.5, 1.25, 0, 0),
-        line("sums", "openvino-lookup:SmolLM2.BF16.gguf:5,3:f32", 44.4, 1.75, 0, 0),
-        line("code", "adaptive", 160.0, 2.0),
-        line("sums", "adaptive", 151.0, 1.5, 1),
-    ]
-    overall = {
-        "plain": {
-            "total": 1.0,
-            "low": 1.0,
-            "high": 1.0,
-            "total_low": 1.0,
-            "total_high": 1.0,
-            "slower": 1,
-            "much_slower": 0,
-            "worst": 1.04,
-            "s_steps": 1.0,
-        },
-        "openvino-lookup:SmolLM2.BF16.gguf:5,3:f32": {
-            **dict.fromkeys(("low", "high", "total_low", "total_high")),
-            "total": 0.53,
-            "s_steps": 1.5,
-        },
-        "adaptive": {
-            "s_steps": 1.71,
-            "total": 1.63,
-            "low": 1.5,
-            "high": 1.71,
-            "total_low": 1.6,
-            "total_high": 1.655,
-            "timed": 4,
-            "slower": 2,
-            "much_slower": 1,
-            "worst": 1.2,
-        },
-    }
-    facts = {
-        "command": "bench --limit 2 --repeats 3",
-        "where": "a machine",
-        "busy": "",
-        "figures": figures,
-        "overall": overall,
-        "totals": [
-            {"workload": "all 4 sequences", "method": "adaptive", "all": overall["adaptive"]},
-            {
-                "workload": "the 3 loop-free of 4",
-                "method": "adaptive",
-                "all": {"s_steps": 1.32, "total": 1.25, "low": 1.1, "high": 1.4},
-            },
-        ],
-    }
-    (tmp_path / f"{readme.PAGE}.json").write_text(json.dumps(facts))
-    elsewhere = [
-        {"method": name, "all": {"timed": 10, "slower": slower, "much_slower": 1, "worst": worst}}
-        for name, slower, worst in (
-            ("adaptive", 2, 1.11),
-            ("lookahead:15,5,15", 10, 9.0),
-            ("adaptive", 3, 1.44),
-        )
-    ]
-    (tmp_path / "end-to-end.json").write_text(
-        json.dumps(
-            {
-                "where": "A CPU, 2 cores, avx2, 2 threads, torch 2, commit 0123abc4567, a model",
-                "figures": elsewhere,
-            }
-        )
-    )
-    text = readme.with_blocks(TEXT)
-    assert "decoded once each (A CPU, commit 0123abc), " in text
-    assert (
-        "5 of 20 sequences took more than 1.02 times as long, 2 more than 1.1 times, at worst 1.44." in text
-    )
-    assert 'Prompts of each set: 2, decoded in 3 runs. "times plain" is the speed of all sequences' in text
-    assert "| times plain (95 %) | runs | S |" in text
-    assert "| ours, plain decoding | 100 | 90 | 1.00 | – | 1.00 |" in text
-    assert (
-        "| ours, adaptive, the default | 160 | 151 | 1.63 (1.50–1.71) | 1.60–1.66 | 1.71 | 3 of 4 |" in text
-    )
-    assert "| OpenVINO GenAI prompt lookup, BF16, (5,3), f32 | 56 | 44 | 0.53 | – | 1.50 | – |" in text
-    assert (
-        "- **Slower sequences**: in the first run, 2 of 4 sequences took more than 1.02 times as long" in text
-    )
-    assert "and 1 more than 1.1 times; the largest ratio is 1.20." in text
-    assert (
-        "\n- **Without loops**: in the 3 of 4 sequences in which plain decoding repeats no eight tokens"
-        in text
-    )
-    assert "has S 1.32 and 1.25 (1.10–1.40) times plain decoding's speed" in text
-    assert readme.with_blocks(text) == text
-    assert readme.with_blocks(text.replace("| 160 |", "| 161 |")) == text
-
-
-@pytest.mark.parametrize("text", [TEXT, CHINESE], ids=["README.md", "README.zh.md"])
-def test_no_measured_number_stands_outside_the_blocks(text):
-    """Checks speeds, ratios and shares, but not numbers in names, versions, links or download sizes."""
-    text = re.sub(r"<!-- measured: .*?<!-- end -->", "", text, flags=re.S)
-    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|Python 3\.\d+|[\d.]+ GB", "", text, flags=re.S)
-    assert not re.findall(r"(?<![\w-])\d+\.\d+|\d+ ?%|\d+ (?:times|tokens?|ms|s|倍|毫秒)\b", text)
 
 
 def made_here():
@@ -194,7 +38,7 @@ def plan(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(results, "convert", lambda source, out, kind: out.touch())
     monkeypatch.setattr(results, "export", lambda source, out: None)
 
-    def planned(packages=(), model="SmolLM2.Q4_1.gguf", limit=10, **given):
+    def planned(packages=(), model="SmolLM2-135M.Q4_1.gguf", limit=10, **given):
         monkeypatch.setattr(results, "find_spec", lambda name: name in packages or None)
         file = tmp_path / model if model else None
         steps = results.steps(results.Sources(tmp_path / "data", limit, file, **given))
@@ -204,8 +48,9 @@ def plan(tmp_path, monkeypatch, capsys):
 
 
 OTHERS = ["dynamics", "pass-rate", "batch-size", "exact"]
-PACKED = ["bench-packed", "bench-packed-q4_k_m", "bench-packed-sampled", "bench-packed-head"]
-EVERY_PAGE = ["llamacpp-examples", "bench-openvino", *PACKED, readme.LARGER_PAGE, readme.LARGER_Q4_0_PAGE]
+PACKED = ["bench-packed", "bench-packed-sampled", "bench-packed-head"]
+SPEED = ["speed-1.5b", "speed-0.5b", "speed-135m"]
+EVERY_PAGE = [*SPEED, "llamacpp-examples", "bench-openvino", *PACKED]
 EVERY_PAGE += ["startup", "serve", "rows"]
 EVERY_PAGE += ["packed-accuracy", "packed-step", *OTHERS, "bench-bf16", "vllm", *results.STUDY, "trained"]
 
@@ -214,47 +59,56 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     for weights in (*results.TRAINED, "build/text", results.VLLM_READY):
         (tmp_path / weights).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / weights).touch()
-    larger = Path("build/models/large.gguf"), Path("build/models/larger.safetensors")
+    models = Path("build/models/Q-1.5B-Instruct.Q4_K_M.gguf"), Path("build/models/Q-0.5B.Q4_K_M.gguf")
     pages, printed = plan(
-        ["llama_cpp", "openvino_genai", "nncf"], llamacpp_bin=tmp_path / "bin", larger=larger
+        ["llama_cpp", "openvino_genai", "nncf"], llamacpp_bin=tmp_path / "bin", models=models
     )
     assert list(pages) == EVERY_PAGE
     assert not printed
     packed = " ".join(pages["bench-packed"].chosen())
-    assert "benchmarks.side_by_side build/results/SmolLM2.Q4_0.gguf --workload humaneval" in packed
+    assert "benchmarks.side_by_side build/results/SmolLM2-135M.Q4_0.gguf --workload humaneval" in packed
     assert packed.endswith(
         "--limit 8 --repeats 3 --no-warm --method prompt-lookup lookahead:15,5,15 "
         "adaptive:sources=suffix+logits+jacobi adaptive "
-        "llamacpp-server:build/results/SmolLM2.Q4_0.gguf llamacpp-server:build/results/SmolLM2.IQ4_NL.gguf "
-        "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-mod "
-        "llamacpp-server:build/results/SmolLM2.Q4_0.gguf:ngram-mod:6,2,8 "
-        "openvino-greedy:build/results/SmolLM2.INT4.openvino:f32 "
-        "openvino-lookup:build/results/SmolLM2.INT4.openvino:5,3:f32 --once lookahead:15,5,15 "
+        "llamacpp-server:build/results/SmolLM2-135M.Q4_0.gguf llamacpp-server:build/results/SmolLM2-135M.IQ4_NL.gguf "
+        "llamacpp-server:build/results/SmolLM2-135M.Q4_0.gguf:ngram-mod "
+        "llamacpp-server:build/results/SmolLM2-135M.Q4_0.gguf:ngram-mod:6,2,8 "
+        "openvino-greedy:build/results/SmolLM2-135M.INT4.openvino:f32 "
+        "openvino-lookup:build/results/SmolLM2-135M.INT4.openvino:5,3:f32 --once lookahead:15,5,15 "
         "--out build/results/bench-packed"
     )
-    for name in ("bench-packed-q4_k_m", "bench-packed-sampled"):
-        assert "--limit 5 --repeats 3" in " ".join(pages[name].words)
-        assert "ngram-mod" not in " ".join(pages[name].words)
-    for name in (readme.LARGER_PAGE, readme.LARGER_Q4_0_PAGE):
-        assert "adaptive:table=build/models/larger.safetensors" in " ".join(pages[name].words)
-    assert "side_by_side build/results/large.Q4_0.gguf " in " ".join(pages[readme.LARGER_Q4_0_PAGE].words)
+    words = " ".join(pages["bench-packed-sampled"].words)
+    assert "--limit 5 --repeats 3" in words
+    assert "ngram-mod" not in words
+    assert " ".join(pages["speed-1.5b"].chosen()).endswith(
+        "side_by_side build/models/Q-1.5B-Instruct.Q4_K_M.gguf --workload mt-bench --workload humaneval "
+        f"--data {tmp_path}/data --limit 5 --repeats 2 --no-warm --method adaptive adaptive:rows=4 "
+        "llamacpp-server:build/models/Q-1.5B-Instruct.Q4_K_M.gguf "
+        "llamacpp-server:build/results/Q-1.5B-Instruct.Q4_0.gguf "
+        "llamacpp-server:build/results/Q-1.5B-Instruct.Q4_0.gguf:ngram-mod:6,2,8 --max-new-tokens 96 "
+        "--out build/results/speed-1.5b"
+    )
+    assert sum(pages[name].minutes for name in SPEED) < 25
     assert pages["rows"].words[-2:] == ("--prompts", "5")
     tried = " ".join(pages["bench-openvino"].words)
     for head, settings in results.OPENVINO.items():
         for setting in settings:
-            assert f"{head}:build/results/SmolLM2.INT4.openvino:{setting}".removesuffix(":") in tried
+            assert f"{head}:build/results/SmolLM2-135M.INT4.openvino:{setting}".removesuffix(":") in tried
     for other in ("Q4_0.gguf", "INT8.openvino"):
-        assert f" openvino-lookup:build/results/SmolLM2.{other}:3,3:f32" in tried
+        assert f" openvino-lookup:build/results/SmolLM2-135M.{other}:3,3:f32" in tried
     examples = " ".join(pages["llamacpp-examples"].words)
-    assert "--model build/results/SmolLM2.Q4_0.gguf --workload stdlib --workload humaneval --work" in examples
+    assert (
+        "--model build/results/SmolLM2-135M.Q4_0.gguf --workload stdlib --workload humaneval --work"
+        in examples
+    )
     assert "--limit 2 --repeats 3 " in examples
     assert pages["exact"].words[-2:] == ("--cost-tokens", "16")
     small, _ = plan(["llama_cpp"], limit=1, llamacpp_bin=tmp_path / "bin")
     assert "--limit 2 " in " ".join(small["bench-packed-sampled"].words)
     assert "--limit 1 " in " ".join(small["llamacpp-examples"].words)
-    for limit, most in ((8, 180), (10, 210)):  # an evening on two quiet cores
+    for limit, most in ((8, 190), (10, 220)):  # an evening on two quiet cores
         pages, _ = plan(
-            ["llama_cpp", "openvino_genai", "nncf"], limit=limit, llamacpp_bin=tmp_path / "bin", larger=larger
+            ["llama_cpp", "openvino_genai", "nncf"], limit=limit, llamacpp_bin=tmp_path / "bin", models=models
         )
         assert 90 < sum(step.minutes for name, step in pages.items() if name != "trained") < most
 
@@ -262,11 +116,9 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
 @pytest.mark.parametrize("limit", [8, 10])
 def test_the_plan_has_as_many_prompts_as_committed_records_must_have(plan, limit):
     """test_committed_records_are_whole needs this many pairs of prompt and repeat in each data set."""
-    pages, _ = plan(
-        ["llama_cpp", "openvino_genai", "nncf"], limit=limit, larger=(Path("a.gguf"), Path("a.safetensors"))
-    )
-    with_records = [name for name in pages if name.startswith("bench-") or name in results.STUDY]
-    assert len(with_records) == 8 + len(results.STUDY)
+    pages, _ = plan(["llama_cpp", "openvino_genai", "nncf"], limit=limit, llamacpp_bin=Path("bin"))
+    with_records = [name for name in pages if name.startswith(("bench-", "speed-")) or name in results.STUDY]
+    assert len(with_records) == 6 + len(results.STUDY)
     for name in with_records:
         words = pages[name].words
         prompts, repeats = (
@@ -281,12 +133,9 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
     assert list(pages) == [
         name
         for name in EVERY_PAGE
-        if not name.startswith(("bench-openvino", readme.LARGER_PAGE, "llamacpp-examples", "vllm", "trained"))
+        if not name.startswith(("speed", "bench-openvino", "llamacpp-examples", "vllm", "trained"))
     ]
-    assert (
-        "bench-larger and bench-larger-q4_0: left out; --larger must name two files; `make larger` makes them\n"
-        in printed
-    )
+    assert "speed: left out; --llamacpp-bin must name the folder of llama.cpp's programs\n" in printed
     assert (
         "llamacpp-examples: left out; --llamacpp-bin must name the folder of llama.cpp's programs\n"
         in printed
@@ -305,9 +154,8 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
         "bench-packed-head",
         "packed-accuracy",
     ]
-    assert "bench-packed-q4_k_m: left out; llama-cpp-python makes Q4_K_M\n" in printed
     for peer in (" llamacpp-server:", " openvino-greedy:"):
-        assert f"{peer}build/results/SmolLM2.Q4_0.gguf" in " ".join(pages["bench-packed"].words), (
+        assert f"{peer}build/results/SmolLM2-135M.Q4_0.gguf" in " ".join(pages["bench-packed"].words), (
             "its cells say why"
         )
     assert "bench-openvino: left out; openvino-genai and nncf must be installed" in printed
@@ -446,13 +294,8 @@ def test_the_fastest_modes_of_llama_cpp_go_beside_ours(plan, tmp_path):
     rows["code"].append(["llama-bench, plain", "128", "1.00", "300.0", "not compared"])
     page = tmp_path / "llamacpp-examples.json"
     page.write_text(json.dumps({"figures": rows}))
-    server = "llamacpp-server:build/results/SmolLM2.Q4_0.gguf"
+    server = "llamacpp-server:build/results/SmolLM2-135M.Q4_0.gguf"
     assert f" {server}:ngram-simple {server}:ngram-mod:6,2,8 openvino" in " ".join(step.chosen())
-    methods = [f"llamacpp-server:x.gguf:{mode}" for mode in ("ngram-simple", "ngram-mod:6,2,8")]
-    assert results._modes(methods) == (
-        "On that page, ngram-simple is its fastest mode at its defaults, and ngram-mod:6,2,8 its fastest of all."
-    )
-    assert results._modes(methods[:1]) == "", "a page with other modes"
     for table in rows.values():
         del table[3]
     page.write_text(json.dumps({"figures": rows}))
@@ -462,22 +305,22 @@ def test_the_fastest_modes_of_llama_cpp_go_beside_ours(plan, tmp_path):
 def test_the_fastest_settings_of_openvino_go_beside_ours(plan, tmp_path):
     step = plan(["llama_cpp", "openvino_genai", "nncf"])[0]["bench-packed"]
     totals = {
-        f"{head}:SmolLM2.INT4.openvino:{each}".removesuffix(":"): {"total": 1.0}
+        f"{head}:SmolLM2-135M.INT4.openvino:{each}".removesuffix(":"): {"total": 1.0}
         for head, settings in results.OPENVINO.items()
         for each in settings
     }
-    totals |= {"openvino-lookup:SmolLM2.INT8.openvino:3,3": {"total": 9.0}, "plain": {"total": 1.0}}
-    totals["openvino-lookup:SmolLM2.INT4.openvino:5,3"] = {"total": 1.5}
-    totals["openvino-lookup:SmolLM2.INT4.openvino:3,3"] = {"total": None}
-    totals["openvino-greedy:SmolLM2.INT4.openvino"] = {"total": 1.1}
+    totals |= {"openvino-lookup:SmolLM2-135M.INT8.openvino:3,3": {"total": 9.0}, "plain": {"total": 1.0}}
+    totals["openvino-lookup:SmolLM2-135M.INT4.openvino:5,3"] = {"total": 1.5}
+    totals["openvino-lookup:SmolLM2-135M.INT4.openvino:3,3"] = {"total": None}
+    totals["openvino-greedy:SmolLM2-135M.INT4.openvino"] = {"total": 1.1}
     (tmp_path / "bench-openvino.json").write_text(json.dumps({"overall": totals}))
-    file = "build/results/SmolLM2.INT4.openvino"
+    file = "build/results/SmolLM2-135M.INT4.openvino"
     assert f"openvino-greedy:{file} openvino-lookup:{file}:5,3" in " ".join(step.chosen())
     words = step.chosen()
     command = results.command_line(list(words[2:]), f"python -m {words[1]}")
     step.page.write_text(json.dumps({"command": command, **made_here(), "figures": []}))
     assert step.is_done()
-    totals["openvino-lookup:SmolLM2.INT4.openvino:5,3:f32"] = {"total": 2.0}
+    totals["openvino-lookup:SmolLM2-135M.INT4.openvino:5,3:f32"] = {"total": 2.0}
     (tmp_path / "bench-openvino.json").write_text(json.dumps({"overall": totals}))
     assert not step.is_done(), "made with another setting"
 
@@ -562,19 +405,6 @@ def test_a_change_of_the_server_concerns_the_page_of_the_server_alone(plan, monk
         assert ":!src/lookahead/parallel/*" in seen["files"]
 
 
-def test_a_failed_peer_says_why_in_the_readme(tmp_path, monkeypatch):
-    lines = [
-        line("code", "plain", 100.4, 1.0),
-        line("code", "llamacpp-server:SmolLM2.Q4_0.gguf", None, None, 0, 0)
-        | {"failed": "RuntimeError: no memory"},
-    ]
-    names = ("total", "low", "high", "total_low", "total_high", "s_steps")
-    none, plain = (dict.fromkeys(names, value) for value in (None, 1.0))
-    overall = {"plain": plain, "llamacpp-server:SmolLM2.Q4_0.gguf": none}
-    table = readme.speeds({"figures": lines, "overall": overall})
-    assert table.endswith("\n| llama.cpp's server, Q4_0 | – | – | – | – | RuntimeError: no memory |")
-
-
 @pytest.fixture
 def own_folders(tmp_path, monkeypatch):
     """Put pages and records into the test's folder, and run no program."""
@@ -584,17 +414,15 @@ def own_folders(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("own_folders")
-def test_a_page_is_computed_from_its_records_and_has_its_figure_as_svg(tmp_path):
+def test_the_figures_are_computed_from_the_records(tmp_path):
     store = Records(tmp_path / "build" / "bench-x")
     model, options = ModelUnderTest("fake", FakeTarget(32)), RunOptions(max_new_tokens=20, repeats=1)
     run(["prompt-lookup"], [[1, 2, 3, 1, 2, 3]], model, options, store)
     write_report(store.read(), store.folder, "a command")
     results.Step("bench-x", ("-m", "benchmarks.side_by_side"), 1).run()
-    page, facts = ((tmp_path / f"bench-x.{suffix}").read_text() for suffix in ("md", "json"))
-    assert page.startswith("# Methods side by side, x\n\n`a command`\n")
-    assert page.endswith(f"\n![{results.figure_text(json.loads(facts))}](bench-x.svg)\n")
-    assert (tmp_path / "bench-x.svg").exists()
-    assert results.side_by_side("bench-x") == (page, facts)
+    facts = (tmp_path / "bench-x.json").read_text()
+    assert json.loads(facts)["command"] == "a command"
+    assert results.side_by_side("bench-x") == facts
 
 
 @pytest.mark.usefixtures("own_folders")
@@ -648,16 +476,6 @@ def test_committed_records_from_two_places_are_refused(tmp_path, monkeypatch):
         committed.read(path)
 
 
-def test_the_text_of_a_figure_names_its_speeds():
-    lines = [
-        line("code", "plain", 100.4, 1.0),
-        line("sums", "plain", 90.2, 1.0),
-        line("code", "adaptive", 160, 2),
-    ]
-    shown = "Tokens per second by data set and method. plain: code 100, sums 90; adaptive: code 160"
-    assert results.figure_text({"figures": lines}) == shown
-
-
 def test_the_adaptive_drafters_figures_are_drawn_from_the_committed_ones(tmp_path, monkeypatch):
     """Compares only words and numbers, because matplotlib versions write lines differently."""
     pytest.importorskip("matplotlib")
@@ -680,8 +498,7 @@ def test_records_that_were_edited_are_refused_in_one_line(tmp_path, monkeypatch)
     path = tmp_path / "study.jsonl.gz"
     results.committed.write(path, {"command": "c"}, [{"commit": "a" * 12}])
     path.write_bytes(path.read_bytes() + b" ")
-    for quoting in (readme, listed, results.quoted):
-        monkeypatch.setattr(quoting, "write", lambda: results.committed.read(path))
+    monkeypatch.setattr(written, "write", lambda: results.committed.read(path))
     said = results.program(["--readme"])
     assert said.startswith(f"error: {path} is not the file that was measured")
 
@@ -716,8 +533,7 @@ def test_what_ends_a_run_is_one_line_and_the_next_run_makes_the_rest(
     planned = [results.Step(name, ("-m", f"benchmarks.{name}"), 1) for name in ("dynamics", "serve", "step")]
     monkeypatch.setattr(results.Step, "run", run)
     monkeypatch.setattr(results, "require_quiet", lambda: None)
-    for quoting in (readme, listed, results.quoted):
-        monkeypatch.setattr(quoting, "write", lambda: None)
+    monkeypatch.setattr(written, "write", lambda: None)
     words = ["--data", str(tmp_path)]
     assert says in str(results.program(words))
     assert made == ["dynamics"]
@@ -787,7 +603,7 @@ def test_a_method_of_vllm_that_fails_is_named_and_the_rest_of_the_page_is_made(t
     monkeypatch.setattr(page, "AutoTokenizer", tokenizer)
     prompt = SimpleNamespace(tokens=lambda tokenizer: [1, 2, 3])
     monkeypatch.setattr(page, "load_workload", lambda name, limit, data: [prompt])
-    monkeypatch.setattr(page, "table", lambda *given: "no table")
+    monkeypatch.setattr(page, "rows_of", lambda *given: [["trees", *"1234567"]])
 
     def run(command, input, **named):
         given = json.loads(input)
@@ -802,11 +618,12 @@ def test_a_method_of_vllm_that_fails_is_named_and_the_rest_of_the_page_is_made(t
     monkeypatch.setattr(page, "subprocess", SimpleNamespace(run=run))
     words = ["model", "--data", "data", "--limit", "1", "--clients", "1", "--records", str(tmp_path / "r")]
     page.main([*words, "--out", str(tmp_path / "vllm")])
-    text, facts = ((tmp_path / f"vllm.{suffix}").read_text() for suffix in ("md", "json"))
+    text, facts = capsys.readouterr().out, json.loads((tmp_path / "vllm.json").read_text())
+    assert facts["chains"] == [["trees", "7"]]
     assert "\n- suffix, 1 client failed: " in text
     assert "ended with ImportError: no arctic\n" in text
     assert "\n| ours, always drafting |" in text
-    assert "suffix, 1 client" in json.loads(facts)["failed"]
+    assert "suffix, 1 client" in facts["failed"]
     with pytest.raises(SystemExit):
         page.main([*words[:3], "--limit", "0"])
     assert capsys.readouterr().err.endswith("error: --limit must be at least 1, got 0\n")

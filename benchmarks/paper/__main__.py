@@ -10,10 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 from lookahead.bench import RunOptions, load_model
-from lookahead.bench.record import describe
 from lookahead.core import LookaheadError, SettingsError
 
-from ..plots import NO_PLOTS, can_draw, save
 from ..report import command_line
 from ..servers import exit_on_signals
 from . import __doc__ as about
@@ -37,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("name", choices=[*STUDIES, "settings"])
     add = made.add_argument
-    add("--page", action="store_true", help="rewrite the page from the committed records; measure nothing")
+    add("--page", action="store_true", help="print the report of the committed records; measure nothing")
     add("--model", help="a directory, a GGUF file or a hub id (default: the library's default)")
     add(
         "--workload",
@@ -47,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--data", type=Path, help="folder of data sets")
     add("--limit", type=int, help="prompts per workload (default: the study's own number; 0 for all)")
-    add("--out", type=Path, default=PAGES, help="folder for the page, its plot and its records")
+    add("--out", type=Path, default=PAGES, help="folder for the figures and the records")
     add("--records", type=Path, help="folder for the complete records (default: bench/NAME)")
     add("--max-new-tokens", type=int, default=128, help="maximum number of new tokens per prompt")
     add("--repeats", type=int, default=1, help="number of times each prompt is decoded")
@@ -66,24 +64,18 @@ def progress(done: int, total: int, what: str) -> None:
         print(f"\r\x1b[K{done}/{total} {what}", end="" if what else "\n", file=sys.stderr, flush=True)
 
 
-def write_page(name: str, out: Path) -> Path:
-    """Compute the page, its JSON and its plot from the records in ``out``. Returns the path of the page."""
+def write_figures(name: str, out: Path) -> str:
+    """Compute a study's figures, as JSON, from the records in ``out``. Returns its report in Markdown."""
     head, records = committed.read(out / "records" / f"{name}.jsonl.gz")
     page = module_of(name).page(head, records)
-    path = out / f"{name}.md"
-    committed.replace(path, page_text(name, head, records, page).encode())
-    committed.replace(path.with_suffix(".json"), page_facts(head, records, page).encode())
-    if page.draw is not None and can_draw():
-        save(page.draw(), out / name, describe(records[-1]))
-    return path
+    committed.replace(out / f"{name}.json", page_facts(head, records, page).encode())
+    return page_text(name, head, records, page)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     exit_on_signals()
     given = parser().parse_args(words)
-    if not can_draw():
-        print(NO_PLOTS, file=sys.stderr)
     try:
         if given.limit is not None and given.limit < 0:
             raise SettingsError(f"--limit must be at least 0, got {given.limit}")
@@ -95,7 +87,7 @@ def main(words: Sequence[str] | None = None) -> int:
             records, measured = module_of(given.name).measure(study)
             head = study.head(command_line(list(words), "python -m benchmarks.paper"), **measured)
             committed.write(given.out / "records" / f"{given.name}.jsonl.gz", head, records)
-        print(write_page(given.name, given.out))
+        print(write_figures(given.name, given.out))
     except LookaheadError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -11,7 +11,6 @@ from lookahead.bench.methods import PLAIN
 from lookahead.bench.record import Record
 from lookahead.bench.report import Figures, figures, number, plain_of
 
-from ..plots import COLOURS, label, new_figure
 from .committed import Head
 from .intervals import differ, drawn_ratios, interval
 from .study import (
@@ -102,9 +101,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         "Our steps keep the bonus token of a fully accepted candidate, which the authors' code drops.",
         '"Prompt as reference" fills the pool from the prompt and from the text as it is generated.',
     ]
-    each = ", ".join(f"{number(x)} ({paper:.2f})" for x, paper in zip(ours, theirs, strict=True))
-    alt = f"S of the nine rows, with the paper's in brackets: {each}; and the speed-up of each row"
-    return Page("Ablation (table 3)", body, differs, lambda: _figure(lines), alt=alt)
+    ", ".join(f"{number(x)} ({paper:.2f})" for x, paper in zip(ours, theirs, strict=True))
+    return Page("Ablation (table 3)", body, differs)
 
 
 def _alike(drawn: Any) -> str:
@@ -174,39 +172,3 @@ def _rows(rows: Sequence[int]) -> str:
 
 def _stand(rows: Sequence[int]) -> str:
     return "stand" if len(rows) > 1 else "stands"
-
-
-def _figure(lines: Sequence[Figures]) -> Any:
-    figure, axes = new_figure(7.0, 4.6)
-    places = range(len(lines))
-    axes.barh(
-        [y - 0.2 for y in places],
-        [x.s_steps for x in lines],
-        0.38,
-        color=COLOURS[0],
-        label="S (tokens per step)",
-    )
-    axes.barh(
-        [y + 0.2 for y in places],
-        [x.total for x in lines],
-        0.38,
-        color=COLOURS[1],
-        label="speed-up (ratio of tokens/s)",
-    )
-    axes.plot(
-        [row[3] for row in TABLE_3],
-        [y - 0.2 for y in places],
-        linestyle="",
-        marker="D",
-        markersize=4,
-        color="black",
-        label="the paper's S",
-    )
-    axes.axvline(1, color="black", linewidth=1, linestyle=":")
-    names = [
-        f"{name}{' + prompt' if prompt == 'yes' and name[0] == '(' else ''}" for name, prompt, _, _ in TABLE_3
-    ]
-    axes.set_yticks(places, names)
-    axes.invert_yaxis()
-    label(axes, "Ablation of lookahead and verification branch", "ratio to plain decoding", "(N, W, G)")
-    return figure

@@ -20,7 +20,6 @@ from lookahead.core import Drafter, Target
 from lookahead.drafters import Lookahead
 from lookahead.hf.model import HFModel
 
-from ..plots import COLOURS, label, new_figure
 from .committed import Head
 from .intervals import differ, drawn_ratios, interval
 from .study import Page, Study, model_and_machine, only_first_turns
@@ -103,10 +102,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         f"Over all prompts S is {kernel:.3f} with the kernel and {mask:.3f} without, a ratio of "
         f"{kernel / mask if mask else nan:.3f}.",
     ]
-    alt = "S with the attention kernel and with the mask: " + "; ".join(
-        f"{name} {number(a)} and {number(b)}" for name, (a, b) in ratios.items()
-    )
-    return Page("Attention kernel (appendix E)", body, differs, lambda: _figure(ratios), alt=alt)
+    return Page("Attention kernel (appendix E)", body, differs)
 
 
 def _same_counts(records: Sequence[Record]) -> bool:
@@ -117,19 +113,3 @@ def _same_counts(records: Sequence[Record]) -> bool:
             text = record["workload"], record["prompt"], record["turn"], record["repeat"]
             counts[record["method"]][text] = record["new_tokens"], record["steps"]
     return counts[WITH] == counts[WITHOUT]
-
-
-def _figure(ratios: dict[str, tuple[float, float]]) -> Any:
-    figure, axes = new_figure(7.0, 4.0)
-    for index, what in enumerate(("attention kernel", "attention mask")):
-        axes.bar(
-            [x - 0.2 + 0.4 * index for x in range(len(ratios))],
-            [pair[index] for pair in ratios.values()],
-            0.38,
-            color=COLOURS[index],
-            label=what,
-        )
-    axes.set_xticks(range(len(ratios)), list(ratios))
-    axes.grid(False, axis="x")
-    label(axes, "Lookahead (15, 5, 15) with and without the kernel", "prompts", "S (tokens per step)")
-    return figure

@@ -6,14 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lookahead.bench.methods import PLAIN
 from lookahead.bench.record import Record
-from lookahead.bench.report import LEGEND, Line, Summary, number, summarise
+from lookahead.bench.report import LEGEND, Line, number, summarise
 from lookahead.bench.workloads import Prompt
 from lookahead.hf.model import HFModel
 
 from ..datasets import SOURCES, find_file, load_workload
-from ..plots import COLOURS, label, new_figure
 from ..report import markdown, markdown_table
 from .committed import Head
 from .study import Page, Study, descending, in_words, model_and_machine
@@ -103,9 +101,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         + ("; the table also has transformers' greedy generate." if has_hf else "."),
         "Spec-Bench's multi-turn category is MT-Bench; no prompt is measured twice.",
     ]
-    each = in_words([f"{name} {number(line.all.total)}" for name, line in lookahead.items()])
-    alt = f"Speed-up over plain decoding by workload and method; of lookahead (15, 5, 15): {each}"
-    return Page("End to end (figure 5)", body, differs, lambda: _figure(summary), alt=alt)
+    in_words([f"{name} {number(line.all.total)}" for name, line in lookahead.items()])
+    return Page("End to end (figure 5)", body, differs)
 
 
 def _beside_the_paper(lines: Mapping[str, Line], has_hf: bool) -> str:
@@ -144,27 +141,3 @@ def differences(ours: Mapping[str, float]) -> list[str]:
             order += " The order is the same here."
         sentences.append(order)
     return sentences
-
-
-def _figure(summary: Summary) -> Any:
-    workloads = list(dict.fromkeys(line.workload for line in summary.lines))
-    bars: dict[str, dict[str, float]] = {}
-    for line in summary.lines:
-        if line.method != PLAIN:
-            bars.setdefault(line.label, {})[line.workload] = line.all.total
-    figure, axes = new_figure(max(7.0, 1.5 + 1.1 * len(workloads)), 4.4)
-    width = 0.84 / max(1, len(bars))
-    for index, (name, by_workload) in enumerate(bars.items()):
-        axes.bar(
-            [x - 0.42 + width * (index + 0.5) for x in range(len(workloads))],
-            [by_workload.get(w, 0.0) for w in workloads],
-            width,
-            color=COLOURS[index % len(COLOURS)],
-            label=name,
-        )
-    axes.axhline(1, color="black", linewidth=1, linestyle=":")
-    axes.set_xticks(range(len(workloads)), [name.replace(" ", "\n") for name in workloads])
-    axes.grid(False, axis="x")
-    label(axes, "End to end: speed-up by workload", "workload", "speed-up (tokens/s over plain decoding)")
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return figure

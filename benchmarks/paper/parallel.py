@@ -31,7 +31,6 @@ from lookahead.hf.facts import ModelFacts
 from lookahead.parallel.shard import shard
 from lookahead.parallel.wire import FRAME, Link
 
-from ..plots import colour, label, new_figure, powers_of_two
 from ..report import markdown_table
 from .committed import Head
 from .study import Page, Study, model_and_machine, only_first_turns
@@ -375,9 +374,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
     }
     title = "Lookahead parallelism (figures 6 and 7)"
     facts = [{"workload": w, "ranks": r, **_as_dict(x)} for (w, r), x in found.items()]
-    each = "; ".join(f"{name} {', '.join(map(number, values))}" for name, values in curves.items())
-    alt = f"Modelled speed-up over plain decoding on {', '.join(map(str, RANKS))} ranks: {each}"
-    return Page(title, body, differs, lambda: _figure(curves), facts, alt)
+    "; ".join(f"{name} {', '.join(map(number, values))}" for name, values in curves.items())
+    return Page(title, body, differs, facts)
 
 
 def _as_dict(x: Scaling) -> dict[str, float]:
@@ -427,13 +425,3 @@ def _kv_bytes(model: ModelUnderTest) -> int | None:
 def _bytes(rows: int) -> int:
     """Bytes of a message about this many rows, each of which takes at most 12 bytes in JSON."""
     return max(FRAME, 12 * rows)
-
-
-def _figure(curves: Mapping[str, Sequence[float]]) -> Any:
-    figure, axes = new_figure()
-    for index, (name, values) in enumerate(curves.items()):
-        axes.plot(RANKS, values, label=name, **colour(index))
-    powers_of_two(axes, RANKS)
-    title = "Lookahead parallelism: strong scaling"
-    label(axes, title, "ranks; W and G grow with them", "modelled speed-up over plain decoding")
-    return figure

@@ -23,10 +23,9 @@ from lookahead.core import SettingsError
 from lookahead.hf.model import HFModel
 
 from ..datasets import find_file, load_workload
-from ..plots import COLOURS, label, new_figure
 from .committed import Head
 from .intervals import drawn_sums, interval
-from .study import Page, Study, in_words, model_and_machine
+from .study import Page, Study, model_and_machine
 
 Cell = tuple[int, ...]
 Distribution = dict[Cell, float]
@@ -394,9 +393,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         "score.",
     ]
     facts = {"texts": rows, "joint_distribution": tests}
-    at = in_words([f"{temperature:g}" for temperature in dict.fromkeys(row["temperature"] for row in rows)])
-    alt = f"ROUGE-1, -2 and -L of plain decoding and of lookahead at temperatures {at}"
-    return Page("Sampling quality (table 2)", body, differs, lambda: _figure(rows), facts, alt)
+    return Page("Sampling quality (table 2)", body, differs, facts)
 
 
 def _prompts(records: Sequence[Record]) -> str:
@@ -435,20 +432,3 @@ def differences(rows: Sequence[dict[str, Any]]) -> list[str]:
         f"From temperature 0 to 1, S {word} by {abs(change):.0f} % (from {ours[0.0]:.2f} to {ours[1.0]:.2f}); in the "
         f"paper it falls by {abs(theirs):.0f} % (from {paper[0.0][0]:.2f} to {paper[1.0][0]:.2f} on CNN/Daily Mail)."
     ]
-
-
-def _figure(rows: Sequence[dict[str, Any]]) -> Any:
-    figure, axes = new_figure(8.0, 4.8)
-    for index, row in enumerate(rows):
-        offset = (index - (len(rows) - 1) / 2) * 0.9 / len(rows)
-        axes.bar(
-            [place + offset for place in range(len(KINDS))],
-            [row.get(kind, 0.0) * 100 for kind in KINDS],
-            0.85 / len(rows),
-            color=COLOURS[index % len(COLOURS)],
-            label=f"T = {row['temperature']:g}, {row['method']}",
-        )
-    axes.set_xticks(range(len(KINDS)), list(KINDS.values()))
-    axes.grid(False, axis="x")
-    label(axes, "Text quality, plain against lookahead", "measure", "F measure (%)")
-    return figure

@@ -18,7 +18,6 @@ from lookahead.bench.report import figures, number, plain_of
 from lookahead.core import SettingsError
 from lookahead.drafters import Lookahead
 
-from ..plots import COLOURS, colour, label, new_figure, powers_of_two
 from ..report import markdown_table
 from .committed import Head
 from .intervals import differ, drawn_ratios, interval
@@ -202,12 +201,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         "The operations of a step are counted in rows: each costs two per parameter; attention adds little here.",
     ]
     title = "Scaling law (section 4, figures 4 and 8, table 4)"
-    alt = (
-        f"Left, S by W = G for N = 3, 5 and 7, with equation 7 as fitted (alpha = {found.alpha:.3f}, "
-        f"f = {found.f:.2f}) and with the paper's alpha and f; right, S by the rows of a step, up to "
-        f"{max(s for *_, s in points):.2f}"
-    )
-    return Page(title, body, differs, lambda: _figure(points, found, rows), alt=alt)
+    return Page(title, body, differs)
 
 
 def loops_text(free: int, texts: int, fitted: bool) -> str:
@@ -384,36 +378,3 @@ def differences(
         f"with the paper's alpha and f gives {paper:.2f}."
     )
     return sentences
-
-
-def _figure(
-    points: Sequence[tuple[int, int, float]], found: Fit, rows: Mapping[tuple[int, int], float]
-) -> Any:
-    """Left: S by window size. Right: S by operations per step."""
-    figure, left = new_figure(12.0, 4.4)
-    left.remove()
-    left, right = figure.subplots(1, 2, sharey=True)
-    for index, n in enumerate(NGRAMS):
-        seen = [(w, s) for w, size, s in points if size == n]
-        left.plot(*zip(*seen, strict=True), linestyle="", label=f"N = {n}, measured", **colour(index))
-        fine = [2 ** (step / 8) for step in range(8, 41)]
-        for fit, line, whose in ((found, "--", "fitted"), (PAPER, ":", "the paper's")):
-            drawn = [compression_ratio(fit.alpha, fit.f, n - 1, w) for w in fine]
-            left.plot(fine, drawn, color=COLOURS[index], linestyle=line, label=f"N = {n}, {whose} equation 7")
-        cost = sorted((rows[w, n], s) for w, s in seen)
-        right.plot(*zip(*cost, strict=True), label=f"N = {n}, measured", **colour(index))
-    lengths = range(1, 128)
-    bound = [expected_tokens(found.alpha, gamma) for gamma in lengths]
-    right.plot(
-        [gamma + 1 for gamma in lengths],
-        bound,
-        color="black",
-        linestyle="-.",
-        label="one speculation, equation 4",
-    )
-    powers_of_two(left, WINDOWS)
-    powers_of_two(right, [2, 4, 8, 16, 32, 64, 128, 256])
-    heading = f"Scaling law: alpha = {found.alpha:.3f}, f = {found.f:.2f}, R2 = {found.r2:.3f}"
-    label(left, heading, "window size W = candidates G", "compression ratio S (tokens per step)")
-    label(right, "S by operations", "operations of a step, in steps of one row")
-    return figure

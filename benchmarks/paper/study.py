@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import nan
@@ -94,17 +94,13 @@ class Page:
         title: heading of the page.
         body: lines of Markdown.
         differs: differences from the paper, one or more sentences each.
-        draw: draws the figure; None for a page without a figure.
         facts: machine-readable results; None for the summary of the records.
-        alt: alternative text of the figure.
     """
 
     title: str
     body: Sequence[str]
     differs: Sequence[str]
-    draw: Callable[[], Any] | None = None
     facts: Any = None
-    alt: str = ""
 
 
 class Reproduction(Protocol):
@@ -137,9 +133,7 @@ def page_text(name: str, head: Head, records: Sequence[Record], page: Page) -> s
     about = machine_text(head.get("processor", ""), (record.get("load") for record in records))
     lines = [f"# {page.title}", "", f"`{head['command']}`", ""]
     lines += [" ".join(filter(None, [where_and_size(head, records), about])), ""]
-    lines += [f"Every figure of this page is computed from [its records](records/{name}.jsonl.gz).", ""]
-    if page.draw is not None:
-        lines += [f"![{page.alt or page.title}]({name}.svg)", ""]
+    lines += [f"Every figure is computed from records/{name}.jsonl.gz.", ""]
     notes = [head.get("note", ""), was_busy(records)]
     notes += [
         f"{n} prompts of {w} were left out: the context is too short." for w, n in summary.skipped.items()

@@ -1,0 +1,129 @@
+"""The pages of docs/results and the measured blocks of README and the home: from the records, short, and complete."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import chart, packed_step, page, pages
+from benchmarks.quiet import WHOSE_LOAD, processor
+from lookahead.bench.record import environment
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+
+
+def test_every_page_and_every_measured_figure_is_read_out_of_the_records():
+    """All pages, charts, and blocks of README and the home, in both languages."""
+    for path, text in pages.files().items():
+        assert path.read_text(encoding="utf-8") == text, (
+            f"{path.name}: run python -m benchmarks.results --readme"
+        )
+
+
+def test_each_page_is_a_question_with_a_sentence_a_chart_and_narrow_tables():
+    found = {path.stem for path in RESULTS.glob("*.md")}
+    assert found == set(pages.PAGES)
+    for name in found:
+        text = (RESULTS / f"{name}.md").read_text(encoding="utf-8")
+        title, sentence, picture, *_ = text.split("\n\n")
+        assert title.endswith("?"), name
+        assert len(sentence) < 450, name
+        assert re.fullmatch(rf"!\[[^\]]*\d[^\]]*\]\({name}\.svg\)", picture), "the chart is told in words"
+        assert "\n## How it was measured\n" in text
+        for row in re.findall(r"^\|.*\|$", text, re.M):
+            assert row.count("|") <= 8, f"{name}: {row}"
+            assert len(row) < 150, f"{name}: {row}"
+
+
+def test_every_measurement_is_on_a_page():
+    shown = {name for each in pages.PAGES.values() for name in (*each.shows, *each.more())}
+    assert {path.stem for path in RESULTS.glob("*.json")} <= shown | {*pages.INSTEAD.values()}
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md", "docs/index.md", "docs/zh/index.md"])
+def test_no_measured_number_stands_outside_the_blocks(name):
+    """Checks speeds, ratios and shares, but not numbers in names, versions, links or download sizes."""
+    text = (pages.ROOT / name).read_text(encoding="utf-8")
+    text = re.sub(r"<!-- measured: .*?<!-- end -->", "", text, flags=re.S)
+    text = re.sub(
+        r"```.*?```|`[^`]*`|\]\([^)]*\)|Python 3\.\d+|[\d.]+ GB|1\.5B|2402\.02057", "", text, flags=re.S
+    )
+    assert not re.findall(r"(?<![\w-])\d+\.\d+|\d+ ?%|\d+ (?:times|tokens?|ms|s|倍|毫秒)\b", text)
+
+
+def test_a_figure_that_no_record_has_is_put_right():
+    text = (pages.ROOT / "README.md").read_text(encoding="utf-8")
+    wrong = re.sub(r"\*\*\d\.\d times", "**9.9 times", text)
+    assert wrong != text
+    assert pages.with_blocks(wrong, "README.md") == text
+
+
+def test_the_text_of_a_table_has_a_section_once_it_was_measured(tmp_path, monkeypatch):
+    """The records of benchmarks.corpus.measure."""
+    assert bool(pages.corpus_parts()) == bool(list(RESULTS.glob("corpus-*.json")))
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    line = {
+        "model": "Q-1.5B.gguf",
+        "kind": "prose",
+        "rows": 4,
+        "bytes": 9,
+        "prompts": 2,
+        "new": 9,
+        "steps": 5,
+    }
+    lines = [line | {"tokens": tokens, "s": s} for tokens, s in ((0, 1.2), (50_000, 1.4), (500_000, 1.55))]
+    (tmp_path / "corpus-1.5b.json").write_text(json.dumps(lines))
+    (text,) = pages.corpus_parts()
+    assert "| Q-1.5B, prose, 4 rows | 1.20 | 1.40 (50,000), 1.55 (500,000) |" in text
+    assert "50,000" in pages.corpus_chart()
+
+
+def test_a_chart_names_its_bars_and_lines():
+    drawn = chart.bars(
+        "Title", [("group", [("a & b", 2.0, "2.0 ×", "best"), ("c", 1.0, "1", "other")])], "foot"
+    )
+    assert re.findall(r"<text[^>]*>([^<]+)</text>", drawn) == [
+        "Title",
+        "group",
+        "a &amp; b",
+        "2.0 ×",
+        "c",
+        "1",
+        "foot",
+    ]
+    wide, half = map(float, re.findall(r'<rect [^>]*width="([\d.]+)"', drawn))
+    assert wide == pytest.approx(2 * half, abs=0.1)
+    drawn = chart.lines("Title", "rows", "S", {"one": {1: 1.0, 2: 2.0, 4: 3.0}, "two": {1: 0.5}})
+    (first, second, third), _ = (
+        [p.split(",") for p in points.split()] for points in re.findall(r'points="([^"]*)"', drawn)
+    )
+    assert float(second[0]) - float(first[0]) == pytest.approx(float(third[0]) - float(second[0]), abs=0.2)
+    assert float(first[1]) > float(second[1]) > float(third[1])
+
+
+def test_a_report_shows_the_processor_and_the_load(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("os.getloadavg", lambda: (3.25, 0.0, 0.0))
+    record = environment() | {"model": "tiny", "dtype": "float32"}
+    for loads, shown in (([1.0, 2.0, None], "1.0 to 2.0"), (None, "0.5 to 3.2")):
+        text = page.write_report(tmp_path / "x", "Title", record | {"load": 0.5}, {}, ["body"], loads)
+        assert text in capsys.readouterr().out
+        assert f"in float32. Processor: {processor()}. Load average: {shown}, {WHOSE_LOAD}.\n" in text
+        assert json.loads((tmp_path / "x.json").read_text())["processor"] == processor()
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_memory_is_given_in_mb(capsys):
+    """Linux counts KiB."""
+    status = ["VmHWM:\t 2000 kB", "VmRSS:\t 1000 kB"]
+    exec("pass" + packed_step.MEMORY, {"open": lambda path: status})
+    assert packed_step.eval_numbers(capsys.readouterr().out) == [1.024, 2.048]
+
+
+def test_a_block_is_replaced_and_others_stay():
+    page = "a\n<!-- measured: one -->\n<!-- end -->\nb\n<!-- measured: two -->\nold\n<!-- end -->\n"
+    assert pages.with_block(page, "x.md", "one", "new") == page.replace("one -->\n", "one -->\nnew\n")
+    assert pages.with_block(page, "x.md", "two", "new") == page.replace("old", "new")
+    for text in (page * 2, "", page.replace("measured", "computed")):
+        with pytest.raises(SystemExit, match=r"x\.md must have one block <!-- measured: one -->"):
+            pages.with_block(text, "x.md", "one", "new")
