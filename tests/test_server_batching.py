@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from lookahead.core import Engine, Request, SettingsError, greedy
+from lookahead.core import Engine, Request, SettingsError, greedy, loop
 from lookahead.core.errors import NotReady
+from lookahead.core.prefix_cache import PrefixTarget
 from lookahead.drafters import Lookahead, Plain, as_drafter
 from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.server.grammar import Constraint, Grammars
@@ -107,6 +108,69 @@ def test_a_short_prompt_does_not_wait_for_all_long_ones_before_it():
         evaluated = [sequence.evaluated for sequence in long if not sequence.tokens]
         assert sum(each > 0 for each in evaluated) <= 1
         engine.step()
+
+
+class Timed(FakeTarget):
+    """Moves a clock: a pass takes 10 ms for each row, and the copy of a prefix takes 0.1 s."""
+
+    keeps_prefixes = True
+    clock = 0.0
+    copy_seconds = 0.1
+    copied = 0
+
+    def prefill(self, prompts):
+        Timed.clock += 0.01 * (sum(len(prompt) for _, prompt in prompts) - self.copied)
+        self.copied = 0
+        return super().prefill(prompts)
+
+    def forward(self, trees):
+        Timed.clock += 0.01 * sum(len(tree) for _, tree in trees)
+        return super().forward(trees)
+
+    def reuse(self, slot, source, length):
+        Timed.clock += self.copy_seconds
+        self.copied = length
+        self.committed.pop(slot, None)
+
+
+@pytest.mark.parametrize(
+    "prompts", [[[1 + n] * 300 for n in range(8)], [[1] * 300] * 8], ids=["own", "shared"]
+)
+def test_prompts_pause_a_decoding_sequence_for_a_limited_time(monkeypatch, prompts):
+    monkeypatch.setattr(loop, "monotonic", lambda: Timed.clock)
+    target = PrefixTarget(Timed(VOCABULARY), kept=0)
+    engine = Engine(lambda: target, target=target, prompt_rows=128)
+    short = engine.add(Request([1] * 20, Plain(), 2000))
+    while not short.tokens:
+        engine.step()
+    last, pauses, passes = Timed.clock, [], 0
+    for prompt in prompts:
+        engine.add(Request(prompt, Plain(), 2))
+    while engine.waiting or engine.running > 1:
+        passes += bool(engine.waiting or engine._prefilling)
+        if any(update.sequence is short for update in engine.step()):
+            pauses.append(Timed.clock - last)
+            last = Timed.clock
+    # A pass over prompts ends after its time and the prompt that it has begun. A step of trees follows.
+    assert max(pauses) < loop.PROMPT_SECONDS + 0.1 + 0.01 * 10
+    assert passes < 2.5 * sum(map(len, prompts)) * 0.01 / loop.PROMPT_SECONDS  # the time is used
+
+
+def test_an_old_prompt_advances_beside_short_ones_that_take_all_time(monkeypatch):
+    monkeypatch.setattr(loop, "monotonic", lambda: Timed.clock)
+    monkeypatch.setattr(Timed, "copy_seconds", 0.3)
+    target = PrefixTarget(Timed(VOCABULARY), kept=4)
+    engine = Engine(lambda: target, target=target, prompt_rows=128)
+    engine.add(Request([1] * 20, Plain(), 2000))
+    engine.step()
+    long = engine.add(Request([2] * 200, Plain(), 2))
+    steps = 0
+    while not long.tokens:
+        for _ in range(4):
+            engine.add(Request([1] * 20, Plain(), 1))
+        engine.step()
+        steps += 1
+    assert steps < 100
 
 
 def test_sequences_wait_until_there_is_memory_for_their_tokens():

@@ -51,6 +51,10 @@ from .verify import verify
 OF_A_PROMPT = (NumericalError, OutOfMemory, SettingsError)
 #: The work of a drafter, as in ``failure``. If it fails after the end of a sequence, the completion is kept.
 DRAFTING = "the drafter"
+#: Seconds that a pass over prompts should take while other sequences decode, if ``prompt_rows`` is limited.
+PROMPT_SECONDS = 0.25
+#: Prompt rows of a pass that longer seconds do not reduce.
+LEAST_PROMPT_ROWS = 16
 #: The accepted path and the tree of one sequence in a forward pass; see ``Update``.
 Step = tuple[list[int], TokenTree]
 
@@ -117,7 +121,9 @@ class Engine:
             to use (``Drafter.prepare``).
         max_sequences: largest number of concurrent sequences; the others wait in order.
         prompt_rows: largest number of prompt rows in one forward pass. A longer prompt is evaluated in chunks
-            (chunked prefill); passes over prompts and passes over trees then alternate.
+            (chunked prefill); passes over prompts and passes over trees then alternate. While other sequences decode,
+            a pass has as many rows as took ``PROMPT_SECONDS`` before, so that their pauses do not depend on the
+            model's speed.
         row_budget: largest number of rows of all trees in one forward pass, or a function from the number of
             sequences to that number. In captured passes, every tree counts as many rows as the largest. Every tree
             keeps its root even if that exceeds the budget.
@@ -164,6 +170,8 @@ class Engine:
         self._new_slots = count()
         #: Largest number of rows per tree: half of the largest tree of the last step that did not fit in memory.
         self._max_rows = UNLIMITED_ROWS
+        #: Prompt rows that take ``PROMPT_SECONDS``, at the speed of the last pass over prompts.
+        self._prompt_rows_in_time = prompt_rows
         self._warned_too_large = self._warned_nan_drafts = False
         #: Sequences whose last step had NaN logits; their next step has no drafts.
         self._without_drafts: set[Sequence] = set()
@@ -341,16 +349,21 @@ class Engine:
         Prompts are evaluated in order of arrival. If there are too few rows for all, the shortest uses up to half of
         them first: otherwise, a short prompt would wait for the long ones before it.
         """
-        room = self.prompt_rows
+        oldest = self._prefilling[0]
         order = list(self._prefilling)
+        hurry = bool(self._decoding) and self.prompt_rows < UNLIMITED_ROWS
+        most = room = min(self.prompt_rows, self._prompt_rows_in_time) if hurry else self.prompt_rows
         left = [len(each.request.prompt) - each.evaluated for each in order]
         held_back = 0
         if sum(left) > room:
             shortest = order.pop(left.index(min(left)))
-            held_back = room // 2 if order and shortest is not self._prefilling[0] else 0
+            held_back = room // 2 if order and shortest is not oldest else 0
             order.insert(0, shortest)
+        began = monotonic()
         for sequence in order:
-            if room <= 0:
+            # A prompt whose rows are copied from the prefix cache takes time but no rows.
+            late = hurry and sequence is not oldest and monotonic() - began >= PROMPT_SECONDS
+            if room <= 0 or late:
                 break
             if sequence.slot < 0:
                 sequence.slot = self._free_slots.pop() if self._free_slots else next(self._new_slots)
@@ -367,6 +380,9 @@ class Engine:
                     self._read_prompt(sequence, scores, rows, begin)
                 if sequence.evaluated == len(sequence.request.prompt) and sequence.finish_reason is None:
                     self._begin(sequence, scores, rows[-1])
+        if room < most:
+            in_time = (most - room) * PROMPT_SECONDS / max(monotonic() - began, 1e-6)
+            self._prompt_rows_in_time = max(LEAST_PROMPT_ROWS, int(in_time))
 
     def _evaluate_prompt(self, sequence: Sequence, room: int) -> tuple[Scores, list[int]]:
         """Evaluate and commit up to ``room`` more tokens of a prompt, as a chain. Returns (scores, scored rows)."""

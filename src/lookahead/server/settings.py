@@ -133,7 +133,8 @@ class Settings(MachineOptions, DrafterOptions):
     )
     prompt_rows: int = option(
         256,
-        "Prompt rows in one pass; longer prompts are evaluated in chunks, alternating with steps.",
+        "Maximum prompt rows in one pass; longer prompts are evaluated in chunks, alternating with steps. While "
+        "others decode, a pass has as many rows as take 0.25 s.",
         COUNT,
     )
     kv_memory: str | None = option(
