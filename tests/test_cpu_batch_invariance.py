@@ -32,6 +32,7 @@ from lookahead.processor import has_pairs, has_tiles
 from lookahead.sampling.choose import Chooser
 from lookahead.sampling.noise import SeededNoise
 from lookahead.testing import assert_same_as_autoregressive
+from rows import row_of
 from test_cpu_target import FAMILIES, VOCABULARY, of_capacity, prompt, tiny
 
 #: Families that differ from another one in weights and numbers only: scales, rotary tables, a window of any size, and
@@ -110,8 +111,8 @@ def test_a_trees_rows_have_the_bits_of_plain_decoding(family: str, dtype: torch.
             for node in path:
                 (plain,) = alone.forward([(slot, TokenTree(tree.tokens[node]))])
                 if tree.needs_logits[node]:
-                    assert torch.equal(plain.row(0), drafted.row(node)), (turn, slot, node)
-                    assert plain.best(0) == drafted.best(node) == int(plain.row(0).float().argmax())
+                    assert torch.equal(row_of(plain, 0), row_of(drafted, node)), (turn, slot, node)
+                    assert plain.best(0) == drafted.best(node) == int(row_of(plain, 0).float().argmax())
                 alone.commit([(slot, [0])])
         target.commit(paths)
 
@@ -125,14 +126,14 @@ def test_every_kind_of_product_has_these_bits(kind: str) -> None:
         pytest.skip("no AMX here")
     target, alone = of_kind(kind), of_kind(kind)
     reference = make_target(tiny("llama", torch.bfloat16), path="transformers")
-    starts = [one.prefill([(0, prompt(13))])[0].row(0).float() for one in (target, alone, reference)]
+    starts = [row_of(one.prefill([(0, prompt(13))])[0], 0).float() for one in (target, alone, reference)]
     assert torch.equal(starts[0], starts[1])
     assert (starts[0] - starts[2]).abs().max() < 0.35 * starts[2].std()
     tree = random_tree(3, 45)
     (scores,) = target.forward([(0, tree)])
     for node in path_to(tree, max(range(45), key=tree.depths.__getitem__)):
         (plain,) = alone.forward([(0, TokenTree(tree.tokens[node]))])
-        assert not tree.needs_logits[node] or torch.equal(plain.row(0), scores.row(node))
+        assert not tree.needs_logits[node] or torch.equal(row_of(plain, 0), row_of(scores, node))
         alone.commit([(0, [0])])
 
 
@@ -162,7 +163,7 @@ def test_rows_of_odd_sizes_have_the_same_bits_in_any_tree(
     for turn, node in enumerate(path):
         torch.set_num_threads(1 + turn % threads)
         (plain,) = alone.forward([(0, TokenTree(tree.tokens[node]))])
-        assert not tree.needs_logits[node] or torch.equal(plain.row(0), scores.row(node))
+        assert not tree.needs_logits[node] or torch.equal(row_of(plain, 0), row_of(scores, node))
         alone.commit([(0, [0])])
 
 
@@ -202,7 +203,7 @@ def test_ancestors_in_another_order_are_other_bits(monkeypatch: pytest.MonkeyPat
     wrong = target.forward([(0, tree)])[0]
     deep = [node for node in tree.needs_logits_nodes() if tree.depths[node] >= 3]
     assert deep
-    assert any(not torch.equal(right.row(node), wrong.row(node)) for node in deep)
+    assert any(not torch.equal(row_of(right, node), row_of(wrong, node)) for node in deep)
 
 
 @DTYPES
@@ -212,7 +213,7 @@ def test_the_best_tokens_are_torchs(dtype: torch.dtype) -> None:
     trees = [(0, random_tree(1, 20)), (1, random_tree(2, 9))]
     for (_, tree), scores in zip(trees, target.forward(trees), strict=True):
         nodes = tree.needs_logits_nodes()
-        reference = LogitsBatch(torch.stack([scores.row(node) for node in nodes])[None])
+        reference = LogitsBatch(torch.stack([row_of(scores, node) for node in nodes])[None])
         for k in (8, 3, 70):
             ids, odds = scores.top(nodes, k)
             expected_ids, expected = reference.top(k)
@@ -233,8 +234,8 @@ def test_nan_is_named_and_stays_with_its_row() -> None:
     tree.add(11, 0, needs_logits=True)
     tree.add(12, 0, needs_logits=True)
     (scores,) = target.forward([(0, tree)])
-    assert scores.row(0).isfinite().all()
-    assert scores.row(2).isfinite().all()
+    assert row_of(scores, 0).isfinite().all()
+    assert row_of(scores, 2).isfinite().all()
     with pytest.raises(NumericalError, match="NaN"):
         scores.best(1)
 
@@ -259,17 +260,17 @@ def test_a_position_beyond_the_learned_ones_is_refused() -> None:
 def test_a_thread_pool_wakes_from_sleep_and_survives_an_interrupt(threads: int) -> None:
     target = compiled()
     target.prefill([(0, prompt(5))])
-    first = target.forward([(0, random_tree(1, 8))])[0].row(0).clone()
+    first = row_of(target.forward([(0, random_tree(1, 8))])[0], 0).clone()
     pool = thread_pool(threads)
     for rank in range(1, threads):
         wait_until(lambda rank=rank: is_asleep(pool, rank))
-    assert torch.equal(target.forward([(0, random_tree(1, 8))])[0].row(0), first)
+    assert torch.equal(row_of(target.forward([(0, random_tree(1, 8))])[0], 0), first)
     model = target.compiled
     # As after an interrupt between posting a job and running it.
     state = model._idle.pop()
     pool._owner = state
     post(pool.address, model._job, state.address)
-    assert torch.equal(target.forward([(0, random_tree(1, 8))])[0].row(0), first)
+    assert torch.equal(row_of(target.forward([(0, random_tree(1, 8))])[0], 0), first)
 
 
 class CountedLock:

@@ -12,6 +12,7 @@ import torch
 import lookahead
 from lookahead.hf.paths import make_target
 from lookahead.hf.testing import tiny_model
+from rows import row_of
 from test_cpu_target import prompt, tiny
 
 
@@ -19,7 +20,7 @@ def assert_as_the_model_itself(model: torch.nn.Module) -> None:
     text = torch.tensor([prompt(40)])
     with torch.no_grad():
         expected = model(input_ids=text).logits[0, -1]
-    found = make_target(model).prefill([(0, text[0].tolist())])[0].row(0)
+    found = row_of(make_target(model).prefill([(0, text[0].tolist())])[0], 0)
     assert torch.allclose(found, expected, atol=1e-4), make_target(model).path
 
 
@@ -84,11 +85,11 @@ def test_a_change_is_seen_at_the_next_call(change: str) -> None:
 
 def test_a_sliding_window_is_seen() -> None:
     model = tiny("mistral-sliding")
-    before = make_target(model).prefill([(0, prompt(40))])[0].row(0)
+    before = row_of(make_target(model).prefill([(0, prompt(40))])[0], 0)
     model.config.sliding_window = 17
     assert make_target(model).path == "cpu"
     assert_as_the_model_itself(model)
-    assert not torch.allclose(make_target(model).prefill([(0, prompt(40))])[0].row(0), before, atol=1e-3)
+    assert not torch.allclose(row_of(make_target(model).prefill([(0, prompt(40))])[0], 0), before, atol=1e-3)
 
 
 def test_hooks_for_every_module_are_not_passed_by() -> None:
@@ -130,9 +131,9 @@ def merged() -> torch.nn.Module:
 
 def test_weights_written_behind_torchs_back_need_refresh(merged: torch.nn.Module) -> None:
     text = [5, 6, 7]
-    stale = make_target(merged).prefill([(0, text)])[0].row(0)
+    stale = row_of(make_target(merged).prefill([(0, text)])[0], 0)
     lookahead.refresh(merged)
-    fresh = make_target(merged).prefill([(0, text)])[0].row(0)
+    fresh = row_of(make_target(merged).prefill([(0, text)])[0], 0)
     with torch.no_grad():
         expected = merged(input_ids=torch.tensor([text])).logits[0, -1]
     assert torch.allclose(fresh, expected, atol=1e-4)

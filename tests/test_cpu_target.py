@@ -31,6 +31,7 @@ from lookahead.hf.paths import make_target
 from lookahead.hf.testing import tiny_model
 from lookahead.sampling.top import top_of_rows
 from lookahead.testing import assert_same_as_autoregressive, run
+from rows import row_of
 
 VOCABULARY = 97
 #: Bases that differ within a few tokens.
@@ -166,7 +167,7 @@ def branched(seed: int, rows: int = 14) -> TokenTree:
 
 
 def worst(a: object, b: object, nodes: list[int]) -> float:
-    return max(float((a.row(n) - b.row(n)).double().abs().max()) for n in nodes)  # type: ignore[attr-defined]
+    return max(float((row_of(a, n) - row_of(b, n)).double().abs().max()) for n in nodes)  # type: ignore[attr-defined]
 
 
 def difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
@@ -215,7 +216,7 @@ def test_classes_with_one_mask_have_the_window_in_every_layer(family: str) -> No
     (scores,) = target.prefill([(0, prompt(23))])
     with torch.no_grad():
         expected = model(torch.tensor([prompt(23)])).logits[0, -1]
-    assert difference(scores.row(0), expected) < 2e-5
+    assert difference(row_of(scores, 0), expected) < 2e-5
 
 
 #: Config fields that change what a model computes, with an alternative value: (family, field, value).
@@ -280,7 +281,7 @@ def test_a_field_of_the_config_counts_on_the_compiled_path_as_in_transformers(
         first, second = (model(torch.tensor([text])).logits[0, -1] for model in (before, after))
     assert difference(first, second) > 0.01, "no test of this family would see the field"
     target = make_target(after, path="cpu")
-    assert difference(target.prefill([(0, text)])[0].row(0), second) < 2e-5
+    assert difference(row_of(target.prefill([(0, text)])[0], 0), second) < 2e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "qwen3", "smollm3"])
@@ -300,9 +301,9 @@ def test_a_long_prompt_in_chunks_is_one_prompt(monkeypatch: pytest.MonkeyPatch) 
 
     for family in ("llama", "mistral-sliding"):
         model = tiny(family)
-        whole = make_target(model).prefill([(0, prompt(50))])[0].row(0)
+        whole = row_of(make_target(model).prefill([(0, prompt(50))])[0], 0)
         monkeypatch.setattr(module, "PROMPT_CHUNK", 7)
-        assert torch.allclose(make_target(model).prefill([(0, prompt(50))])[0].row(0), whole, atol=1e-5)
+        assert torch.allclose(row_of(make_target(model).prefill([(0, prompt(50))])[0], 0), whole, atol=1e-5)
         monkeypatch.undo()
 
 
@@ -311,8 +312,8 @@ def test_a_slot_is_used_again_and_grows() -> None:
     target = of_capacity(make_target(model), 2)
     target.prefill([(3, prompt(40))])
     target.release(3)
-    again = target.prefill([(3, prompt(9, 5))])[0].row(0)
-    assert torch.equal(again, make_target(model).prefill([(0, prompt(9, 5))])[0].row(0))
+    again = row_of(target.prefill([(3, prompt(9, 5))])[0], 0)
+    assert torch.equal(again, row_of(make_target(model).prefill([(0, prompt(9, 5))])[0], 0))
 
 
 def test_depth_ends_at_the_last_position() -> None:
@@ -350,7 +351,7 @@ def test_a_default_dtype_of_the_caller_changes_nothing() -> None:
 
 
 def test_logits_may_be_written_to() -> None:
-    row = make_target(tiny()).prefill([(0, prompt(9))])[0].row(0)
+    row = row_of(make_target(tiny()).prefill([(0, prompt(9))])[0], 0)
     row[3] = -float("inf")  # as a logits processor does; inference-mode tensors would raise
     assert row[3] == -float("inf")
 
@@ -363,10 +364,10 @@ def test_bf16_is_near_the_transformers_target_and_a_row_does_not_depend_on_the_o
         one.prefill([(0, prompt(9))])
     tree = branched(7, 31)
     a, b = reference.forward([(0, tree)])[0], target.forward([(0, tree)])[0]
-    spread = float(a.row(0).float().std())
+    spread = float(row_of(a, 0).float().std())
     assert worst(a, b, tree.needs_logits_nodes()) < 0.25 * spread
     alone = target.forward([(0, TokenTree(tree.tokens[0]))])[0]
-    assert torch.equal(alone.row(0), b.row(0))
+    assert torch.equal(row_of(alone, 0), row_of(b, 0))
 
 
 @pytest.mark.parametrize(
@@ -554,7 +555,7 @@ def test_a_slot_that_grows_moves_no_other() -> None:
     assert target.cache.layout(0)[0] != here
     assert target.cache.layout(1)[0] == there
     first, second = target.forward([(0, branched(3, 15)), (1, branched(3, 15))])
-    assert torch.equal(first.row(0), second.row(0))  # its contents moved with it
+    assert torch.equal(row_of(first, 0), row_of(second, 0))  # its contents moved with it
 
 
 def test_memory_errors_say_what_did_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -622,7 +623,7 @@ def test_a_window_in_the_config_of_a_class_without_windows_has_no_effect(family:
     (scores,) = make_target(model, path=path).prefill([(0, ids)])
     with torch.no_grad():
         expected = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-    assert torch.allclose(scores.row(0).float(), expected, atol=1e-3)
+    assert torch.allclose(row_of(scores, 0).float(), expected, atol=1e-3)
 
 
 def test_a_released_slot_gives_back_the_memory_by_which_it_has_grown() -> None:

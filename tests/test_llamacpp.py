@@ -30,6 +30,7 @@ from lookahead.llamacpp.check import check
 from lookahead.llamacpp.target import LlamaCppTarget
 from lookahead.loading import load_with
 from lookahead.server.settings import Settings
+from rows import row_of
 from serving import serving, started
 
 #: Everything in float32, so that rounding stays far below the effect of a wrong row.
@@ -73,7 +74,7 @@ def loaded(files):
 def rows_of(target, tree, slot=0):
     """The logits of all rows of a tree, without a commit."""
     (scores,) = target.forward([(slot, tree)])
-    return torch.stack([scores.row(node) for node in range(len(tree))])
+    return torch.stack([row_of(scores, node) for node in range(len(tree))])
 
 
 def rows_alone(llm, prompt, tree):
@@ -136,7 +137,7 @@ def test_slots_share_a_pass_and_nothing_else(loaded):
     for turn in range(3):
         scores = target.forward([(slot, TREE) for slot in (2, 0, 1)])
         for slot, given in zip((2, 0, 1), scores, strict=True):
-            rows = torch.stack([given.row(node) for node in range(len(TREE))])
+            rows = torch.stack([row_of(given, node) for node in range(len(TREE))])
             assert close(rows, rows_alone(llm, prompts[slot], TREE))
         paths = {2: [0, 1, 3], 0: [0], 1: [0, 6]} if turn else {2: [0], 0: [0, 1, 4], 1: [0, 2, 5]}
         target.commit(list(paths.items()))
@@ -154,10 +155,10 @@ def test_more_tokens_than_cells_move_to_a_larger_context(loaded):
     target.prefill([(0, prompts[0]), (1, prompts[1])])
     before = rows_of(target, TREE)
     (kept,) = target.forward([(0, TREE)])
-    first = kept.row(0)
+    first = row_of(kept, 0)
     (scores,) = target.prefill([(2, prompts[2])])  # 270 tokens
     assert kept._batch.rows.flags.owndata  # a copy: the old context's memory is gone
-    assert torch.equal(kept.row(0), first)
+    assert torch.equal(row_of(kept, 0), first)
     del scores
     for slot in (0, 1, 2):
         assert close(rows_of(target, TREE, slot), rows_alone(llm, prompts[slot], TREE))
@@ -200,11 +201,11 @@ def test_only_rows_that_need_logits_are_read(loaded):
     first = tree.add(11, 0)
     tree.add(15, first, needs_logits=True)
     (scores,) = target.forward([(0, tree)])
-    assert close(scores.row(0), whole[0])
-    assert close(scores.row(2), whole[4])
-    kept = scores.row(2)
+    assert close(row_of(scores, 0), whole[0])
+    assert close(row_of(scores, 2), whole[4])
+    kept = row_of(scores, 2)
     rows_of(target, TREE)  # its logits overwrite those of the last pass
-    assert torch.equal(scores.row(2), kept)
+    assert torch.equal(row_of(scores, 2), kept)
     ids, odds = scores.top([0, 2], 3)
     assert ids.shape == (2, 3)
     assert ids[1, 0] == int(kept.argmax())

@@ -23,6 +23,7 @@ from lookahead.cpu.model import PackedModel
 from lookahead.drafters import Adaptive, Lookahead, Plain
 from lookahead.gguf.families import GGUF_NAMES
 from lookahead.gguf.file import GGUFFile
+from rows import row_of
 from test_cli import call, refused
 from toy import VOCABULARY, save
 
@@ -51,7 +52,7 @@ def packed_logits(model):
     for parent, token in enumerate(TOKENS[2:]):
         tree.add(token, parent, needs_logits=True)
     (scores,) = target.forward([(0, tree)])
-    return torch.stack([scores.row(node).clone() for node in range(len(tree))])
+    return torch.stack([row_of(scores, node) for node in range(len(tree))])
 
 
 def logits(model):

@@ -8,6 +8,7 @@ from lookahead.core import SettingsError, TokenTree
 from lookahead.equivalence import Equivalence, differ
 from lookahead.hf.paths import probe
 from lookahead.parallel import local_device, start
+from rows import row_of
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def root_row(model, prompt, root, others=0, wrong=None):
     for token in range(others):
         tree.add(token, token // 3, True)
     (scores,) = target.forward([(0, tree)])
-    return scores.row(0).clone()
+    return row_of(scores, 0).clone()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

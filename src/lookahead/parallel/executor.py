@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..core import OutOfMemory, Scores, Target, TokenTree
@@ -121,6 +122,8 @@ def below(missing: Sequence[int], shard: TokenTree) -> TokenTree:
 
 def as_tensor(row: Any) -> torch.Tensor:
     """A row of logits as a tensor (V,); float64 if the target returns lists."""
+    if isinstance(row, np.ndarray):
+        return torch.from_numpy(row)
     return row if isinstance(row, torch.Tensor) else torch.tensor(row, dtype=torch.float64)
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..core import LookaheadError, NumericalError, OutOfMemory, Scores, Target, TokenTree
@@ -62,6 +63,8 @@ class RemoteScores:
         with self._exchange():
             self._ask("row", row=node)
             row = self.rank_group.receive_row(self.rank, as_tensor(like))
+        if isinstance(like, np.ndarray):
+            return row.numpy()
         return row if isinstance(like, torch.Tensor) else row.tolist()
 
     def top(self, nodes: Sequence[int], k: int) -> Any:

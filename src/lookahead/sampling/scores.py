@@ -85,12 +85,9 @@ class HostLogits(Logits):
         self.peaks = peaks
         self.states = states
 
-    def row(self, b: int, r: int) -> Any:
-        """A copy of the row."""
-        import torch
-
-        row = torch.from_numpy(self.rows[r].copy())
-        return row.view(torch.bfloat16) if self.rows.dtype == np.int16 else row
+    def row(self, b: int, r: int) -> Numbers:
+        """A copy of the row, float32."""
+        return np.array(as_float32(self.rows[r]))
 
     def hidden(self, b: int, r: int) -> Numbers | None:
         """A copy of the state."""
