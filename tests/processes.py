@@ -19,7 +19,7 @@ PRELOAD = [
     "torch.distributed",
     "lookahead.parallel",
     "lookahead.testing",
-    "lookahead.hf.certificate",
+    "lookahead.hf.exact_mode",
     "lookahead.hf.batch_rows",
     "lookahead.cpu.compiled_model",
     "lookahead.hf.module_families",

@@ -11,7 +11,7 @@ import torch
 
 from families import tiny_model
 from lookahead.hf import attention as package
-from lookahead.hf import certificate
+from lookahead.hf import exact_mode
 from lookahead.hf.attention import exact
 from lookahead.hf.attention_hook import TreeAttention
 from lookahead.hf.exact_mode import ROWS, ExactTarget
@@ -94,14 +94,14 @@ def test_a_row_has_the_same_bits_in_any_place_and_company(kernel, dtype):
 
 
 def test_texts_are_those_of_plain_decoding(kernel, monkeypatch):
-    """A model passes the certificate with the kernel, and drafting changes no token."""
+    """A model's rows do not depend on each other with the kernel, and drafting changes no token."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}  # a program for each key head
     model = tiny_model("llama", initializer_range=0.1, max_position_embeddings=512, **heads)
     model.to(DEVICE, torch.bfloat16)
     facts, hook = ModelFacts(model), TreeAttention(model, kernel)
-    monkeypatch.setattr(certificate, "PREFIX", 100)  # the interpreter is slow
+    monkeypatch.setattr(exact_mode, "PREFIX", 100)  # the interpreter is slow
     monkeypatch.setitem(ROWS, "cpu", 4)
-    assert certificate.certificate(model, facts, hook) is None
+    assert not exact_mode.depends_on_others(ExactTarget(model, facts, hook))
     found = assert_same_as_autoregressive(
         ExactTarget(model, facts, hook), [[5, 9, 14, 5, 9, 14, 5, 9]], "4,3,4", 10
     )

@@ -26,7 +26,7 @@ from families import tiny_model
 from learned import with_free_head
 from lookahead import Adaptive, Lookahead, NGramPool
 from lookahead.core import SettingsError
-from lookahead.hf import batch_sequence, refusals
+from lookahead.hf import batch_sequence
 from lookahead.hf.custom_generate import generate
 from lookahead.hf.paths import make_target
 from lookahead.hf.sampling import GeneratorNoise, RowNoise
@@ -264,13 +264,6 @@ def test_a_direct_call_says_what_to_call():
     for call in (lambda: generate(model_of(), **inputs), lambda: generate("a prompt", max_new_tokens=5)):
         with pytest.raises(SettingsError, match=r"model\.generate\(\*\*inputs, custom_generate="):
             call()
-
-
-@pytest.mark.parametrize(("name", "meant"), refusals.OTHER_NAMES.items())
-def test_names_of_other_libraries_say_what_was_meant(name, meant):
-    message = f"does not support {name}; use {meant}"
-    with pytest.raises(SettingsError, match=re.escape(message)):
-        model_of().generate(**prompts(), custom_generate=generate, max_new_tokens=4, **{name: 5})
 
 
 def test_autocast_is_refused_and_leaves_nothing_behind():

@@ -1,4 +1,4 @@
-"""Files of learning, without a model: text that processes share, damage, full disks, other models of equal sizes."""
+"""Files of learning, without a model: text that processes share, damage, full disks."""
 
 import errno
 import fcntl
@@ -7,7 +7,6 @@ import stat
 import struct
 import zipfile
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +23,6 @@ from lookahead.drafters.adaptive.sources.head_file import HeadWeights
 from lookahead.drafters.adaptive.sources.light_head import GREEDY_GUESSES
 from lookahead.learning import table_learner, text_parts, train_head
 from lookahead.learning.head_data import Positions
-from lookahead.learning.hidden_states import collect
 from lookahead.learning.openings import CODE_FRAMES, CODE_TASKS, FRAMES, OTHERS, SHARES, TOPICS, opening
 from lookahead.learning.self_text import Writer
 from lookahead.learning.table_learner import Goal, Learner
@@ -294,8 +292,7 @@ def test_a_checkpoint_belongs_to_its_states_and_keeps_its_dtype(tmp_path, monkey
             second._save()
     assert first.file.read_bytes() == kept
     assert list(tmp_path.glob("*.tmp")) == []
-    positions.states = [1.5 * positions.states[0]]
-    other = training(tmp_path, positions)
+    other = training(tmp_path, head_positions(tmp_path / "other", [text(number) for number in range(60)]))
     assert other.step == 0
     assert f"from the beginning; {tmp_path} keeps 1 checkpoint of other text or settings" in other.notes[-1]
     other._save()
@@ -330,53 +327,6 @@ def test_a_head_with_other_buckets_is_refused():
             SettingsError, match=rf"kinds of {name} guesses, but it has {kinds}; .* train one with"
         ):
             make_head(model, CpuTarget, head(kinds))
-
-
-class Vectors:
-    """A target whose hidden states are ``factor`` times those of another, in another order if ``moved``."""
-
-    path = "vectors"
-
-    def __init__(self, factor=1.0, moved=False, fails=False):
-        self.factor, self.moved, self.fails = factor, moved, fails
-        self.passes = 0
-
-    def prefill(self, prompts):
-        pass
-
-    def forward(self, trees):
-        self.passes += 1
-        if self.fails and self.passes > 2:
-            raise KeyboardInterrupt
-        ((_, tree),) = trees
-        states = [np.eye(HIDDEN, dtype=np.float32)[token + self.moved] * self.factor for token in tree.tokens]
-        return [SimpleNamespace(hidden=states.__getitem__)]
-
-    def commit(self, paths):
-        pass
-
-    def release(self, slot):
-        pass
-
-
-def test_hidden_states_of_another_model_are_computed_again(tmp_path):
-    """Also if that is interrupted."""
-    for number in range(3):
-        Folder(tmp_path).save([text(number)])
-    gather = partial(collect, hidden=HIDDEN, parts=Folder(tmp_path).parts(), folder=tmp_path / "states")
-    files = [file for _, file in gather(Vectors())]
-    before = [file.read_bytes() for file in files]
-    rounded = Vectors(1.01)
-    gather(rounded)
-    assert rounded.passes == 1  # one text was compared
-    assert [file.read_bytes() for file in files] == before
-    with pytest.raises(KeyboardInterrupt):
-        gather(Vectors(moved=True, fails=True))
-    assert [file.exists() for file in files] == [True, False, False]
-    gather(Vectors(moved=True))
-    for file, content in zip(files, before, strict=True):
-        assert file.read_bytes() != content
-        assert np.load(file).shape == (8, HIDDEN)
 
 
 def test_a_table_that_no_reader_accepts_replaces_none(tmp_path, monkeypatch):

@@ -6,9 +6,10 @@ import pytest
 import lookahead
 from lookahead.core import SettingsError
 from lookahead.drafters import Plain
+from lookahead.hf.testing import tiny_model
 from lookahead.learning import text_parts
 from lookahead.learning.openings import beginning, opening
-from lookahead.learning.self_text import Writer, loops
+from lookahead.learning.self_text import Writer, loops, text_folder
 from lookahead.learning.text_parts import REQUEST, TOP, Folder
 
 
@@ -37,6 +38,11 @@ def test_the_texts_are_those_of_plain_decoding(llm, tmp_path):
         if not temperature:
             assert text.ids[:, 0].tolist() == text.completion
         assert (np.exp(text.logprobs.astype(np.float64)).sum(axis=1) < 1.01).all()
+
+
+def test_models_of_one_shape_have_text_of_their_own():
+    first, other, again = (lookahead.LLM(tiny_model("llama", seed)).model for seed in (0, 1, 0))
+    assert text_folder(first) == text_folder(again) != text_folder(other)
 
 
 def test_it_goes_on_after_the_last_text(llm, tmp_path):

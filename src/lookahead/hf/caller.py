@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Generic, ParamSpec, TypeVar
 
 from ..core import SettingsError
@@ -22,16 +22,14 @@ class CustomGenerate(Generic[P, R]):
 
     Args:
         function: has a parameter ``tokenizer``; its last parameter takes other keywords, and ``DROPPED``.
-        others: names of keywords that ``function`` receives instead of transformers raising an error.
 
     Raises:
         SettingsError: called by something other than ``model.generate``.
     """
 
-    def __init__(self, function: Callable[P, R], others: Iterable[str] = ()) -> None:
+    def __init__(self, function: Callable[P, R]) -> None:
         functools.update_wrapper(self, function)
         self._function = function
-        self._others = tuple(others)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if kwargs.get("generation_config") is None:  # transformers always passes one
@@ -47,10 +45,8 @@ class CustomGenerate(Generic[P, R]):
         _give_back()
         own = inspect.signature(self._function)
         *named, rest = own.parameters.values()
-        others = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (DROPPED, *self._others)
-        ]
-        return own.replace(parameters=[*named, *others, rest])
+        dropped = inspect.Parameter(DROPPED, inspect.Parameter.KEYWORD_ONLY)
+        return own.replace(parameters=[*named, dropped, rest])
 
 
 def _give_back() -> None:

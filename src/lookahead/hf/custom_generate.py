@@ -9,7 +9,6 @@ rejected by name. ``lookahead.core.Engine`` decodes the rows of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,7 +26,7 @@ from .masks import LayerKinds
 from .model import HFModel
 from .past_key_values import KeepingTarget, fill_cache
 from .paths import limit_graphs, warn_about_shortfall
-from .refusals import OTHER_NAMES, refuse
+from .refusals import refuse
 from .sampling import GeneratorNoise
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 
-@partial(CustomGenerate, others=OTHER_NAMES)
+@CustomGenerate
 def generate(
     model: PreTrainedModel,
     input_ids: torch.Tensor,

@@ -3,9 +3,9 @@
 The rounding of a row depends on the shape of an operation and on the row's index in it. So every step, plain decoding
 included, is evaluated in passes of a fixed number of rows R, regardless of the trees and sequences of the rows, and
 attention is divided at absolute positions (``attention.exact``). One condition on the operations remains: a
-row's result must depend neither on its index among the R rows nor on the other rows. A certificate
-(``hf.certificate``) checks this when a model is first used in exact mode; if the check fails, exact mode is
-not available. Example with R = 4 and two sequences whose trees have 3 and 2 rows:
+row's result must depend neither on its index among the R rows nor on the other rows. ``depends_on_others`` checks
+this when a model is first used in exact mode; if the check fails, exact mode is not available. Example with R = 4 and
+two sequences whose trees have 3 and 2 rows:
 
     pass 1:  a0  a1  a2  b0      plain decoding evaluates the same tokens in passes such as
     pass 2:  b1  (b1 b1 b1)      a0 (a0 a0 a0): rows in parentheses are copies of the first row
@@ -45,6 +45,9 @@ from .tree_cache import Placement
 #: R by device type. A constant, not a measured optimum, so that a machine always produces the same output.
 ROWS = {"cpu": 16, "cuda": 64}
 
+#: Prefix length of the check, in tokens: longer than a page of ``attention.exact``.
+PREFIX = 300
+
 #: A row of a pass: slot, token, position, column, the columns of its path from the root, committed tokens T.
 Row = tuple[int, int, int, int, list[int], int]
 
@@ -54,7 +57,7 @@ class ExactTarget(GraphTarget):
 
     Args:
         attention: the attention, with the function ``lookahead.hf.attention.exact.attend`` or its kernel.
-        model, facts, capacity, reason: as for ``GraphTarget``; the model's certificate must hold.
+        model, facts, capacity, reason: as for ``GraphTarget``; ``depends_on_others`` must be False.
 
     Attributes:
         rows: R, the rows of every pass.
@@ -183,3 +186,49 @@ class _CapturedPass:
             target.graphs.drop_passes()
             captured = target.graphs.capture(lambda: target.evaluate(self.numbers, pages))
         self.graph, self.logits, self.bytes = captured
+
+
+def depends_on_others(target: ExactTarget) -> bool:
+    """Whether a row of the model depends on its index in a pass, or on the other rows.
+
+    R rows at several positions after random keys and values are evaluated in order, rotated by one, reversed, and
+    with every other row replaced. Each row's logits, keys and values must be bit-identical.
+
+    Args:
+        target: a new target, whose cache gets room for the prefix and one pass.
+    """
+    facts, count = target.facts, target.rows
+    generator = torch.Generator().manual_seed(0)
+    length = max(1, min(PREFIX, facts.max_positions, facts.rope_boundary) - 1)
+    target.cache.reserve(1, length + count)
+    # A prefix of random keys and values, and two sets of random tokens.
+    for storage in target.cache._storage.values():
+        storage.copy_(torch.randn(storage.shape, generator=generator))
+    tokens = torch.randint(facts.vocabulary, (2, count), generator=generator).tolist()
+
+    def run(rows: Sequence[tuple[int, int]]) -> list[list[torch.Tensor]]:
+        """Logits, keys and values of each (token set, row)."""
+        inputs: list[Row] = []
+        for index, (token_set, r) in enumerate(rows):
+            # Token set 1 gets other positions than token set 0.
+            position = max(0, length - (11 + 30 * token_set) * r % length)
+            column = length + index
+            inputs.append((0, tokens[token_set][r], position, column, [column], position))
+        logits = target._evaluate(inputs)
+        written = [storage[:, 0, :, length : length + count] for storage in target.cache._storage.values()]
+        return [
+            [logits[i].clone(), *(states[:, :, i].clone() for states in written)] for i in range(len(rows))
+        ]
+
+    in_order = [(0, r) for r in range(count)]
+    with memory_errors(f"a pass of {count} rows"):
+        first = run(in_order)
+        for rows in (
+            in_order[1:] + in_order[:1],
+            in_order[::-1],
+            [(r % 2, r) for r in range(count)],  # whose odd rows are not compared
+        ):
+            for (token_set, r), found in zip(rows, run(rows), strict=True):
+                if not token_set and not all(map(torch.equal, first[r], found)):
+                    return True
+    return False

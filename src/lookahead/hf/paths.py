@@ -212,7 +212,7 @@ def _transformers(model: PreTrainedModel, facts: ModelFacts, reason: str) -> Tar
 
 
 def _exact(model: PreTrainedModel, facts: ModelFacts, reason: str) -> Target | str:
-    """The model's own passes with a fixed number of rows; bit-identical if its certificate holds."""
+    """The model's own passes with a fixed number of rows; bit-identical if rows do not depend on each other."""
     import torch
 
     from .exact_mode import ExactTarget
@@ -253,15 +253,14 @@ def _certified(
     """An attention whose rows were checked bit by bit and against the model's own passes; else (None, reason)."""
     from .attention import exact
     from .attention_hook import TreeAttention
-    from .certificate import certificate
     from .equivalence import compare
-    from .exact_mode import ExactTarget
+    from .exact_mode import ExactTarget, depends_on_others
 
     name = type(model).__name__
     try:
         attention = TreeAttention(model, attend, captured)
-        if (differs := certificate(model, facts, attention)) is not None:
-            return None, f"{name}'s rows depend on their index in a pass or on other rows: {differs}"
+        if depends_on_others(ExactTarget(model, facts, attention)):
+            return None, f"{name}'s rows depend on their index in a pass or on other rows"
         result = compare(model, facts, lambda: ExactTarget(model, facts, attention))
     except SettingsError as error:
         return None, str(error).removesuffix("; use sdpa")

@@ -42,22 +42,6 @@ UNSUPPORTED = (
     "assistant_early_exit",
 )
 
-#: Names in other libraries -> the equivalent here. transformers passes them on (``CustomGenerate``), and they are
-#: rejected with a suggestion.
-OTHER_NAMES = {
-    "max_tokens": "max_new_tokens",
-    "max_output_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "stop": "stop_strings, with tokenizer",
-    "stop_sequences": "stop_strings, with tokenizer",
-    "n": "num_return_sequences",
-    "repeat_penalty": "repetition_penalty",
-    "seed": "torch.manual_seed(...) before the call",
-    "lookahead": 'drafter, as in drafter="15,5,15"',
-    "window": 'drafter, as in drafter="15,5,15"',
-    "num_speculative_tokens": "drafter=lookahead.Adaptive(max_rows=...)",
-}
-
 
 def refuse(
     model: PreTrainedModel,
@@ -145,8 +129,7 @@ def refuse(
         refused.append((media, f"the model input {key}", text_only))
         if multimodal and key in TOKEN_TYPES and value is not None:
             refused.append((bool(value.any()), f"{key} that mark images or other media", text_only))
-    # Names of options in other libraries, then all other keywords.
-    refused += [(key in OTHER_NAMES, key, f"use {OTHER_NAMES.get(key)}") for key in model_kwargs]
+    # All other keywords.
     supported = "only input_ids and attention_mask are supported"
     for key, value in model_kwargs.items():
         needed = key not in PREPARED and not (multimodal and key in TOKEN_TYPES)

@@ -8,7 +8,6 @@ This module does not import torch.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,12 +91,6 @@ class Positions:
             here = parts == part
             out[here] = self.states[part][flat[here] - self.firsts[part]]
         return out.reshape(*positions.shape, -1)
-
-    @property
-    def digest(self) -> str:
-        """A digest of the first text's hidden states, which differ between models of the same sizes."""
-        first = np.ascontiguousarray(self.states[0][: self.bounds[0, 1]])
-        return hashlib.sha256(first.tobytes()).hexdigest()[:16]
 
     def runs(self, length: int, after: int) -> Array:
         """First positions of runs of ``length`` consecutive training positions, each followed by ``after`` more."""

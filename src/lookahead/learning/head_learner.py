@@ -15,7 +15,7 @@ from ..drafters.adaptive.sources.head_file import BLOCK, FORMAT, HeadWeights
 from ..records import CONTINUES, cache_folder, not_writable
 from .head_data import Positions
 from .hidden_states import check_room, collect
-from .self_text import Writer, check_folder, check_output, check_same_model, text_folder
+from .self_text import Writer, check_folder, check_output, folder_name, text_folder
 from .text_parts import Folder
 from .train_head import Training
 from .train_settings import TrainSettings
@@ -74,15 +74,13 @@ class HeadLearner:
             )
 
         # The folders and files, checked before hours of work.
-        name = llm.model.shape.name
         self.texts = Folder(text_folder(llm.model))
-        self.folder = cache_folder() / "heads" / name
-        self.output = output if output is not None else own_head_file(name)
+        self.folder = cache_folder() / "heads" / folder_name(llm.model)
+        self.output = output if output is not None else own_head_file(llm.model.shape.name)
         for folder in (self.texts.path, self.folder, self.output.absolute().parent):
             check_folder(folder)
         if output is not None:
             check_output(output, "light head", lambda about: about.get("format", "").startswith(FORMAT[:-1]))
-        check_same_model(self._target, self.texts)
         self._writer = Writer(llm, self.texts)
         kept = sum(file.stat().st_size for file in self.folder.glob("part-*.npy"))
         check_room(self.folder, hidden, max(tokens, self.texts.tokens) - kept // (2 * hidden))

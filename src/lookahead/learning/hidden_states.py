@@ -4,9 +4,6 @@ Each part of the text (``text_parts``) has one file, such as ``part-000000.npy``
 row for each token of the completions, in the order of the part. The row of a token is the hidden state under which it
 was chosen, or zeros for the first token after a prompt of one token, since a prefill returns no hidden states. Files
 are written as a whole, so an interruption loses at most the current part.
-
-Models of the same sizes share these files. A fine-tuned model may continue the text of its base model, but its hidden
-states differ, so those of one text are computed again and compared.
 """
 
 from __future__ import annotations
@@ -27,10 +24,6 @@ from .text_parts import read_part
 CHUNK = 256
 #: The largest number in float16.
 LARGEST = 65504.0
-#: Largest difference between two computations of one model's hidden states, relative to their size (root mean square
-#: over a text). They differ by rounding: in bfloat16, by the path and the processor; and by 8-bit weights, less than
-#: 5 % (tests/test_hidden.py). States that are so close are as good for training, whichever model computed them.
-SAME_STATES = 0.1
 #: Bytes to leave free on the disk.
 RESERVE = 1 << 28
 
@@ -45,8 +38,6 @@ def collect(
     progress: Callable[[int, int, float], None] = lambda done, total, left: None,
 ) -> list[tuple[Path, Path]]:
     """Compute the missing files. Returns the parts of the text, each with its file.
-
-    If the existing files belong to another model, all are computed again.
 
     Args:
         target: provides hidden states; slot 0 must be free, and is free afterwards.
@@ -67,16 +58,11 @@ def collect(
         for part, file in zip(parts, files, strict=True)
         if not _is_complete(file, counts[part], hidden)
     ]
-    complete = [pair for pair in zip(parts, files, strict=True) if pair not in missing]
 
     # Compute and save them.
     done = 0
     begin = monotonic()
     try:
-        if complete and not _is_own(target, hidden, *complete[0]):
-            for file in files:
-                file.unlink(missing_ok=True)  # first, or an interruption would leave files of both models
-            missing = list(zip(parts, files, strict=True))
         total = sum(counts[part] for part, _ in missing)
         folder.mkdir(parents=True, exist_ok=True)
         for part, file in missing:
@@ -115,14 +101,6 @@ def _is_complete(file: Path, positions: int, hidden: int) -> bool:
         return bool(np.load(file, mmap_mode="r", allow_pickle=False).shape == (positions, hidden))
     except (OSError, ValueError, EOFError):  # missing or damaged, to be computed again
         return False
-
-
-def _is_own(target: Target, hidden: int, part: Path, file: Path) -> bool:
-    """Whether the saved states of a part's first text are this model's, within ``SAME_STATES``."""
-    text = next(read_part(part))
-    own = states_of(target, hidden, text.prompt, text.completion)
-    saved = np.load(file, mmap_mode="r", allow_pickle=False)[: len(own)].astype(np.float32)
-    return bool(np.linalg.norm(saved - own) <= SAME_STATES * np.linalg.norm(own))
 
 
 def _save(file: Path, states: Array) -> None:

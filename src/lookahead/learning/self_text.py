@@ -35,7 +35,7 @@ from .text_parts import ANSWER, OWN_ANSWER, REQUEST, TOP, Folder, Text, locked, 
 if TYPE_CHECKING:
     from filelock import FileLock
 
-    from ..core import Engine, Target
+    from ..core import Engine
     from ..llm import LLM
 
 #: Number of sequences decoded together.
@@ -48,11 +48,8 @@ TEMPERATURE = 0.8
 PART_SECONDS = 30.0
 #: A text ends once its last tokens repeat ``REPEATS`` times, with a period of at most ``PERIOD``.
 PERIOD, REPEATS = 32, 4
-#: Number of positions at which a model is compared with the text of earlier runs.
-COMPARED = 64
-#: The least share of equal best tokens there. Quantization changes a few per cent of them, another model of the same
-#: sizes most.
-SAME_MODEL = 0.7
+#: The most numbers of a tensor in the checksum by which a model's folders are named.
+SAMPLES = 1 << 16
 #: Placeholder for the user's turn in a chat template.
 _MARK = "\u2062turn\u2062"
 
@@ -107,9 +104,14 @@ class _Job:
     recorder: Recorder | None = None
 
 
+def folder_name(model: Model) -> str:
+    """The name of the folders of a model's text and hidden states: its shape, and a checksum of its weights."""
+    return f"{model.shape.name}-{model.checksum(SAMPLES):016x}"
+
+
 def text_folder(model: Model) -> Path:
     """The folder of a model's own text, beside those of other models with its tokenizer."""
-    return cache_folder() / "self-text" / (key_of(model) or "none") / model.shape.name
+    return cache_folder() / "self-text" / (key_of(model) or "none") / folder_name(model)
 
 
 def check_folder(folder: Path) -> None:
@@ -146,33 +148,6 @@ def _metadata(file: Path) -> Mapping[str, str]:
             return content.metadata() or {}
     except (SafetensorError, OSError):
         return {}
-
-
-def check_same_model(target: Target, folder: Folder) -> None:
-    """Compare the saved best tokens of earlier runs with those of this model.
-
-    Raises:
-        SettingsError: the texts were written by another model of the same sizes.
-    """
-    texts = (text for text in folder.read() if len(text.completion) >= COMPARED // 2)
-    text = next(texts, None)
-    if text is None:
-        return
-    count = min(COMPARED, len(text.completion))
-    equal = 0
-    (scores,) = target.prefill([(0, text.prompt)])
-    try:
-        for position in range(count):
-            equal += scores.best(0) == int(text.ids[position, 0])
-            (scores,) = target.forward([(0, TokenTree(text.completion[position]))])
-            target.commit([(0, [0])])
-    finally:
-        target.release(0)
-    if equal < SAME_MODEL * count:
-        raise SettingsError(
-            f"the text in {folder.path} must be this model's own, but its best tokens differ at {count - equal} of "
-            f"{count} positions: another model of the same sizes wrote it; move the folder away or set XDG_CACHE_HOME"
-        )
 
 
 class Writer:

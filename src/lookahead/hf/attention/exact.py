@@ -13,7 +13,7 @@ In plain decoding the same row would gather the same 32 keys from columns 571 ..
 
 The running softmax (Milakov and Gimelshein, 2018) processes the window first and then the pages. A page in which a
 row sees nothing does not change the row's bits. All other operations have fixed shapes and must treat their rows
-alike; a model's certificate checks this (``hf.certificate``).
+alike; ``hf.exact_mode.depends_on_others`` checks this.
 """
 
 from __future__ import annotations
