@@ -29,6 +29,7 @@ from lookahead.llamacpp import library
 from lookahead.llamacpp.check import check
 from lookahead.llamacpp.target import LlamaCppTarget
 from lookahead.loading import load_with
+from lookahead.server.memory import most_tokens
 from lookahead.server.settings import Settings
 from rows import row_of
 from serving import serving, started
@@ -453,6 +454,16 @@ def test_a_missing_package_is_named_with_its_pip_line(monkeypatch):
 
 
 # ------------------------------------------------------------------------------- the server and the benchmark
+
+
+def test_the_memory_of_keys_and_values_has_a_bound(loaded):
+    llm = loaded()
+    config = llm.model.loaded
+    own = llm.model.token_bytes
+    # llama.cpp also stores the position and the ids of a token.
+    sizes = 2 * config.layers * 2 * 16 * 4
+    assert sizes <= own < sizes + 64
+    assert most_tokens(llm.model, "1m") == (1 << 20) // own
 
 
 def test_the_server_decodes_texts_together(files):

@@ -18,12 +18,17 @@ from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
+import torch
 from pydantic import ValidationError
+from transformers import DynamicCache
 
+import families
 import lookahead
 from lookahead import llm as module
 from lookahead.core.target import UNLIMITED_TOKENS
 from lookahead.drafters.prompt_lookup import PromptLookupDraftState
+from lookahead.hf.facts import cache_name
+from lookahead.hf.model import HFModel
 from lookahead.server import connections, grammar, memory
 from lookahead.server.app import create_app
 from lookahead.server.grammar import GrammarProcess
@@ -266,6 +271,36 @@ def request_of(**fields):
 
 
 # ------------------------------------------------------------------------------------------ memory
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("llama", 2 * 2 * 2 * 16 * 4),  # layers, keys and values, heads, head size, bytes
+        ("lfm2", 1 * 2 * 2 * 16 * 4),  # one of its two layers attends
+        ("mamba", 0),
+        ("deepseek-v2", None),
+    ],
+)
+def test_the_bytes_of_a_token_are_those_of_the_models_own_cache(family, expected):
+    module = families.tiny_model(family)
+    model = HFModel(module)
+    sizes = []
+    for length in (3, 11):
+        cache = DynamicCache(config=module.config)
+        with torch.no_grad():
+            module(torch.zeros(1, length, dtype=torch.long), **{cache_name(module): cache})
+        grows = [
+            one
+            for layer in cache.layers
+            for one in (getattr(layer, "keys", None), getattr(layer, "values", None))
+        ]
+        sizes.append(sum(one.nbytes for one in grows if one is not None))
+    assert model.token_bytes == (sizes[1] - sizes[0]) // 8
+    assert expected in (None, model.token_bytes)
+    if not model.token_bytes:
+        with pytest.raises(lookahead.SettingsError, match="--kv-memory needs a model with keys and values"):
+            most_tokens(model, "1m")
 
 
 def test_keys_and_values_have_a_bound(llm, monkeypatch, tmp_path):

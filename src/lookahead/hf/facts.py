@@ -30,7 +30,7 @@ class PassFacts(Limits):
         super().__init__(int(config.vocab_size), positions_of(config) or NO_LIMIT)
         self.config = config
         parameters = inspect.signature(model.forward).parameters
-        self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self.cache_name = cache_name(model)
         self.accepts_position_ids = "position_ids" in parameters
         self.accepts_logits_to_keep = "logits_to_keep" in parameters
         self.kinds = LayerKinds.of(self.config)
@@ -50,19 +50,40 @@ class ModelFacts(PassFacts):
         super().__init__(model)
         self.shapes: list[tuple[int, int, int] | None] = []
         self.dtype: torch.dtype = model.dtype
-        # The model's own cache reveals the shapes after one token.
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=self.config)
-        with torch.no_grad():
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
-        for layer in cache.layers:
-            keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-            if keys is None or values is None or keys.dim() != 4:
+        for pair in keys_and_values(model, self.config):
+            if pair is None:
                 self.shapes.append(None)
                 continue
+            keys, values = pair
             self.shapes.append((keys.shape[1], keys.shape[3], values.shape[3]))
             self.dtype = keys.dtype
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """The name of the cache among the arguments of ``forward``."""
+    parameters = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in parameters else "past_key_values"
+
+
+def keys_and_values(model: PreTrainedModel, config: Any) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    """What the model's own cache has after one token, per layer: keys and values (1, heads, 1, size); None for a layer
+    without them, such as a recurrent one.
+
+    Args:
+        model: a causal language model.
+        config: its text config.
+    """
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=config)
+    with torch.no_grad():
+        first = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        model(input_ids=first, **{cache_name(model): cache})
+    pairs = ((getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers)
+    return [
+        None if keys is None or values is None or keys.dim() != 4 else (keys, values)
+        for keys, values in pairs
+    ]
 
 
 def _rope_boundary(config: Any) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import SettingsError, Target
 from ..model import NO_LIMIT, HeadParts, Model, Probe, Shape, positions_of
+from .facts import keys_and_values
 from .fingerprint import checksum, current, forget, known, unchanged
 from .paths import check_module, make_target, probe
 
@@ -72,13 +73,11 @@ class HFModel(Model):
 
     @property
     def token_bytes(self) -> int:  # type: ignore[override]
-        """Of a model whose layers all attend; 0 if the config does not tell the sizes."""
-        config = self._config
-        heads = getattr(config, "num_attention_heads", 0)
-        key_heads = getattr(config, "num_key_value_heads", None) or heads
-        size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(1, heads)
-        layers = getattr(config, "num_hidden_layers", 0)
-        return int(layers * 2 * key_heads * size * self.module.dtype.itemsize)
+        """Read from a pass over one token: only some layers of a hybrid model have keys and values, and those of
+        multi-head latent attention differ in size. 0 if no layer has any, as in Mamba."""
+        with self.lock():
+            pairs = keys_and_values(self.module, self._config)
+        return sum(one.nbytes for pair in pairs if pair is not None for one in pair)
 
     @property
     def eos(self) -> frozenset[int]:  # type: ignore[override]

@@ -18,6 +18,9 @@ from .contexts import Contexts
 from .library import CELLS, KV_TYPE, Weights
 from .target import LlamaCppTarget
 
+#: The tokens whose keys and values are counted; short enough for any context.
+COUNTED = 8
+
 
 class LlamaCppModel(Model):
     """A model that llama.cpp runs.
@@ -59,6 +62,20 @@ class LlamaCppModel(Model):
             f"{architecture}, {self.weights} weights, llama.cpp on {loaded.device}, "
             f"{keys} keys and {values} values"
         )
+
+    @cached_property
+    def token_bytes(self) -> int:  # type: ignore[override]
+        """The difference between the states of a long and a short sequence: what grows with a sequence."""
+        lease = self.contexts.lease()
+        try:
+            sizes = []
+            for position in range(1 + COUNTED):
+                lease.context.decode_one(0, position, 0)
+                if position in (0, COUNTED):
+                    sizes.append(len(lease.context.read(0)))
+        finally:
+            lease.end()
+        return (sizes[1] - sizes[0]) // COUNTED
 
     @cached_property
     def probe(self) -> Probe:

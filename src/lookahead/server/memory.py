@@ -17,23 +17,31 @@ AVAILABLE = Path("/proc/meminfo")
 CONTAINER = Path("/sys/fs/cgroup")
 
 
-def most_tokens(model: Model, given: str | None) -> int:
+def most_tokens(model: Model, given: str | None, least: int = 1) -> int:
     """The largest number of tokens whose keys and values fit in memory.
 
     Args:
         model: the model, loaded.
         given: the size that --kv-memory gives; None for a share of what is free.
+        least: the tokens that must fit.
 
     Raises:
-        SettingsError: a size is given, but the model does not tell the size of a token.
+        SettingsError: fewer fit, or a size is given, but the model has no keys and values.
     """
-    if given is not None and not model.token_bytes:
+    token = model.token_bytes
+    if given is not None and not token:
         raise SettingsError(
-            f"--kv-memory needs a model whose keys and values have a known size, got {model.description}; leave it "
-            "out, and limit --max-concurrent and --max-model-len"
+            f"--kv-memory needs a model with keys and values, got {model.description}; leave it out, and limit "
+            "--max-concurrent"
         )
     size = bytes_of(given) if given is not None else int(SHARE * _free(model))
-    return size // model.token_bytes if size and model.token_bytes else UNLIMITED_TOKENS
+    most = size // token if size and token else UNLIMITED_TOKENS
+    if most < least:
+        raise SettingsError(
+            f"--kv-memory must have room for a sequence, but only {most} tokens of {token} bytes fit; give more, or "
+            "a smaller --max-model-len"
+        )
+    return most
 
 
 def _free(model: Model) -> int:

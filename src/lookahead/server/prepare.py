@@ -84,12 +84,7 @@ class Preparer:
                 f"--max-model-len must be at most {self.longest} with this model "
                 f"(its context has {llm.context} tokens), got {asked}; use a smaller value or omit it"
             )
-        self.max_tokens = most_tokens(llm.model, settings.kv_memory)
-        if self.max_tokens < (asked or 2):
-            raise SettingsError(
-                f"--kv-memory must have room for a sequence, but only {self.max_tokens} tokens of "
-                f"{llm.model.token_bytes} bytes fit; give more, or a smaller --max-model-len"
-            )
+        self.max_tokens = most_tokens(llm.model, settings.kv_memory, asked or 2)
         asked = asked if asked is not None else min(DEFAULT_LENGTH, self.max_tokens)
         self.context = asked if self.longest is None else min(asked, self.longest)
 
