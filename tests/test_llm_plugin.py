@@ -177,13 +177,52 @@ def test_what_is_wrong_is_one_line(path, options, said):
     assert said in done.output
 
 
-def test_a_conversation_that_holds_more_than_text_is_refused(llm, llm_plugin, named):
-    tool = llm.Message(role="tool", parts=[llm.parts.ToolResultPart(name="f", output="1", tool_call_id="1")])
-    with pytest.raises(lookahead.SettingsError, match="text only, got ToolResultPart"):
-        named("tiny").prompt(messages=[tool]).text()
+def test_a_conversation_with_other_parts_is_refused(llm, llm_plugin, named):
+    image = llm.parts.AttachmentPart(attachment=llm.Attachment(content=b"x", type="image/png"))
+    with pytest.raises(lookahead.SettingsError, match="text and tool calls, got AttachmentPart"):
+        named("tiny").prompt(messages=[llm.Message(role="user", parts=[image])]).text()
     thought = llm.Message(role="assistant", parts=[llm.parts.ReasoningPart("hm"), llm.parts.TextPart("yes")])
     prompt = llm.Prompt(None, named("tiny"), messages=[thought])
     assert llm_plugin.messages_of(prompt) == [{"role": "assistant", "content": "yes"}]
+
+
+def test_tools_are_called_and_their_results_reach_the_model(llm, llm_plugin, named, folders, monkeypatch):
+    """The model's answers are given, because a toy calls no tools."""
+    asked = []
+    answers = [
+        'Let me see. <tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>',
+        "It is 42.",
+        '<tool_call>{"name": "multiply", "arguments": {"a": 6',
+    ]
+
+    class Pieces(list):
+        result = None
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+    def stream(self, prompt, **options):
+        asked.append(prompt)
+        return Pieces(answers.pop(0))  # letter by letter
+
+    def multiply(a: int, b: int) -> int:
+        """Multiply two numbers."""
+        return a * b
+
+    model = named(folders[0])
+    monkeypatch.setattr(lookahead.LLM, "stream", stream)
+    chain = model.conversation().chain("What is 6 times 7?", tools=[multiply])
+    assert "".join(chain).split() == "Let me see. It is 42.".split()
+    first, second = (lookahead.load(folders[0]).tokenizer.decode(ids) for ids in asked)
+    assert "multiply" in first
+    assert "Multiply two numbers." in first
+    assert "<tool_response>42</tool_response>" in second
+    assert '"arguments": {"a": 6, "b": 7}' in second
+    with pytest.raises(lookahead.SettingsError, match="arguments of a call of multiply must be an object"):
+        model.prompt("again", tools=[multiply]).text()
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import llm
@@ -20,7 +21,7 @@ from pydantic import Field, create_model
 from ..core import SettingsError
 from ..option import offered
 from ..options import DraftOptions, LoadOptions, Options
-from ..text.prompts import chat_prompt
+from ..text.prompts import chat_prompt, encode
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -60,7 +61,7 @@ class LookaheadModel(llm.Model):
     """
 
     can_stream = True
-    supports_schema = True
+    supports_schema = supports_tools = True
     Options = _options()
 
     def __init__(self, model_id: str) -> None:
@@ -83,11 +84,18 @@ class LookaheadModel(llm.Model):
         options: dict[str, Any] = {"max_new_tokens": LONGEST} | given
         if prompt.schema is not None:
             options["logits_processor"] = _grammar(model, prompt.schema)
-        with model.stream(chat_prompt(messages_of(prompt), model.tokenizer), **options) as pieces:
+        tools = [_described(tool) for tool in prompt.tools]
+        given_prompt, reader = _with_tools(messages_of(prompt), tools, model)
+        with model.stream(given_prompt, **options) as pieces:
+            shown = (reader.push(piece)[0] for piece in pieces) if reader is not None else pieces
             if stream:
-                yield from pieces
+                yield from filter(None, shown)
             else:
-                yield "".join(pieces)
+                yield "".join(shown)
+        if reader is not None:
+            yield reader.push("", end=True)[0]
+            for call in reader.calls:
+                response.add_tool_call(_call(call))
         result = pieces.result
         if result is not None:
             response.set_usage(input=len(result.prompt_tokens), output=len(result.tokens))
@@ -106,32 +114,92 @@ class LookaheadModel(llm.Model):
         return self._loaded[1]
 
 
-def _grammar(model: LLM, schema: Any) -> Any:
+def _server(name: str, needed_by: str) -> Any:
+    """A module of the server, which has grammars and tool calls.
+
+    Raises:
+        SettingsError: what it needs is not installed.
+    """
     try:
-        from ..server.grammar import Constraint, Grammars
+        return import_module(f"..server.{name}", __package__)
     except ImportError:
         raise SettingsError(
-            "a schema needs the extras serve and grammar; install them with pip install '.[serve,grammar]' in the "
-            "project's folder"
+            f"{needed_by} needs the extras serve and grammar; install them with pip install '.[serve,grammar]' in "
+            "the project's folder"
         ) from None
-    return Grammars(model).process(Constraint("json", schema, "schema"))
 
 
-def messages_of(prompt: Any) -> list[dict[str, str]]:
+def _grammar(model: LLM, schema: Any) -> Any:
+    grammar = _server("grammar", "a schema")
+    return grammar.Grammars(model).process(grammar.Constraint("json", schema, "schema"))
+
+
+def _described(tool: llm.Tool) -> dict[str, Any]:
+    """A tool in the format of chat templates."""
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _with_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]], model: LLM) -> tuple[Any, Any]:
+    """(a prompt, what separates tool calls from the answer; None without tools), as in the server.
+
+    Raises:
+        SettingsError: tools need the server's extras, and a chat template.
+    """
+    if not tools and not any(message["role"] == "tool" for message in messages):
+        return chat_prompt(messages, model.tokenizer), None
+    server = _server("tools", "a tool")
+    template = str(getattr(model.tokenizer, "chat_template", None) or "")
+    chat = server.with_tools(messages, tools, template)
+    variables = {"tools": tools} if tools and "tools" in template else {}
+    ids = encode(chat, model.tokenizer, model.tokenizer_error, model.vocabulary, model.context, variables)
+    return ids, server.CallReader({tool["function"]["name"] for tool in tools}, first_only=False)
+
+
+def _call(call: dict[str, Any]) -> llm.ToolCall:
+    """A call for llm, which needs an object of arguments."""
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:  # the answer ended within them
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise SettingsError(
+            f"the arguments of a call of {function['name']} must be an object, got "
+            f"{function['arguments']!r:.80}; ask again, or give a larger max_tokens"
+        )
+    return llm.ToolCall(name=function["name"], arguments=arguments, tool_call_id=call["id"])
+
+
+def messages_of(prompt: Any) -> list[dict[str, Any]]:
     """The conversation up to a prompt of llm, as chat messages, without the reasoning of earlier answers.
 
     Raises:
-        SettingsError: it has parts that are not text.
+        SettingsError: it has parts other than text, tool calls and their results.
     """
-    messages = []
+    messages = list[dict[str, Any]]()
     for message in prompt.messages:
-        kinds = {type(part).__name__ for part in message.parts} - {"TextPart", "ReasoningPart"}
-        if kinds:
-            raise SettingsError(
-                f"a conversation with {NAME} must be text only, got {sorted(kinds)[0]}; start a new one"
-            )
-        text = "".join(part.text for part in message.parts if type(part).__name__ == "TextPart")
-        messages.append({"role": message.role, "content": text})
+        text = ""
+        calls = []
+        for part in message.parts:
+            match type(part).__name__:
+                case "TextPart":
+                    text += part.text
+                case "ToolCallPart":
+                    function = {"name": part.name, "arguments": part.arguments}
+                    calls.append({"type": "function", "id": part.tool_call_id or "", "function": function})
+                case "ToolResultPart":
+                    result = {"content": part.output, "tool_call_id": part.tool_call_id or ""}
+                    messages.append({"role": "tool", "name": part.name, **result})
+                case "ReasoningPart":
+                    pass
+                case other:
+                    raise SettingsError(
+                        f"a conversation with {NAME} must be text and tool calls, got {other}; start a new one"
+                    )
+        if message.role != "tool":
+            more = {"tool_calls": calls} if calls else {}
+            messages.append({"role": message.role, "content": text} | more)
     return messages
 
 
