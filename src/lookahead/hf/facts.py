@@ -66,7 +66,7 @@ def cache_name(model: PreTrainedModel) -> str:
 
 
 def keys_and_values(model: PreTrainedModel, config: Any) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-    """What the model's own cache has after one token, per layer: keys and values (1, heads, 1, size); None for a layer
+    """What the model's own cache has after one token, per layer: keys and values (1, heads, 1, size), or None for one
     without them, such as a recurrent one.
 
     Args:
