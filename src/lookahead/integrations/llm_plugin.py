@@ -84,7 +84,9 @@ class LookaheadModel(llm.Model):
         options: dict[str, Any] = {"max_new_tokens": LONGEST} | given
         if prompt.schema is not None:
             options["logits_processor"] = _grammar(model, prompt.schema)
-        tools = [_described(tool) for tool in prompt.tools]
+        tools = [
+            _described(tool) for tool in prompt.tools if isinstance(tool, llm.Tool)
+        ]  # llm refuses others
         given_prompt, reader = _with_tools(messages_of(prompt), tools, model)
         with model.stream(given_prompt, **options) as pieces:
             shown = (reader.push(piece)[0] for piece in pieces) if reader is not None else pieces
