@@ -2,7 +2,6 @@
 
     python -m benchmarks.adaptive_s --data FOLDER --prompts 10     code and maths, greedy and at temperature 1
     python -m benchmarks.adaptive_s --data FOLDER --quick          without the ablation
-    python -m benchmarks.adaptive_s --draw                         redraw the plot from its committed figures
 
 S is counted in forward passes, so it does not depend on the machine: tokens after the first over forward passes
 after the prefill, bonus token included, over all prompts of a workload. Adaptive has a fixed number of rows here (no
@@ -35,13 +34,11 @@ from lookahead.drafters.adaptive.state import AdaptiveState
 from .datasets import load_workload
 from .page import write_report
 from .peers import make_methods
-from .plots import COLOURS, new_figure, save
 from .report import command_line, markdown_table
 
 WORKLOADS = {"code": "humaneval", "maths": "gsm8k"}
 PAPER = (15, 5, 15)
-#: Sources that accepted tokens are credited to, and the methods whose credit is drawn.
-CREDITS = (*DEFAULT_SOURCES, "corpus")
+#: The methods whose credit by source is kept.
 CREDITED = ("adaptive cold", "adaptive warm", "adaptive warm+corpus")
 
 
@@ -141,33 +138,6 @@ def methods(size: int, rows: int, quick: bool) -> dict[str, Callable[[], Callabl
     return made
 
 
-def credit_by_source(records: Sequence[dict[str, Any]], most: int) -> Any:
-    """Accepted draft tokens per step, by the source that proposed them."""
-    figure, axes = new_figure(7.2, 3.8)
-    bars = []
-    for workload, temperature in sorted({(r["workload"], r["temperature"]) for r in records}):
-        for method in CREDITED:
-            for record in records:
-                if (record["workload"], record["temperature"], record["method"]) == (
-                    workload,
-                    temperature,
-                    method,
-                ):
-                    label = f"{workload}, T = {temperature:g}, {method.removeprefix('adaptive ')}"
-                    bars.append((label, record["credit"]))
-    left = [0.0] * len(bars)
-    shown = [source for source in CREDITS if any(source in credit for _, credit in bars)]
-    for number, source in enumerate(shown):
-        parts = [credit.get(source, 0.0) for _, credit in bars]
-        axes.barh(range(len(bars)), parts, left=left, color=COLOURS[number], label=source, height=0.7)
-        left = [a + b for a, b in zip(left, parts, strict=True)]
-    axes.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"accepted drafted tokens per step, at most {most} rows")
-    axes.legend(fontsize=7, ncols=6, loc="upper center", bbox_to_anchor=(0.45, 1.12))
-    return figure
-
-
 def body(records: Sequence[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     """The page's tables."""
     lines = [
@@ -200,8 +170,7 @@ def body(records: Sequence[dict[str, Any]], args: argparse.Namespace) -> list[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--data", type=Path, help="folder of data sets")
-    add("--draw", action="store_true", help="only redraw the plot, from --credit")
+    add("--data", type=Path, required=True, help="folder of data sets")
     add("--model", help="default: SmolLM2")
     add("--dtype", default="bfloat16")
     add("--prompts", type=int, default=60)
@@ -211,15 +180,13 @@ def main() -> None:
     add("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS))
     add("--quick", action="store_true", help="without the ablation")
     add("--out", type=Path, default=Path("build/results/adaptive"), help="figures, without suffix")
-    add("--credit", type=Path, default=Path("docs/images/adaptive-credit.json"), help="figures of the plot")
-    add("--picture", type=Path, default=Path("docs/images/adaptive-credit"))
+    add(
+        "--credit",
+        type=Path,
+        default=Path("docs/images/adaptive-credit.json"),
+        help="accepted tokens by source",
+    )
     args = parser.parse_args()
-    if args.draw:
-        facts = json.loads(args.credit.read_text())
-        save(credit_by_source(facts["figures"], args.rows), args.picture, facts["where"])
-        return
-    if args.data is None:
-        parser.error("--data must be a folder with the data sets (docs/benchmarks.md names them)")
 
     # Measure every method on each workload and temperature.
     llm = lookahead.load(args.model, dtype=args.dtype)
@@ -242,9 +209,8 @@ def main() -> None:
                 records.append(record)
                 print(f"  {label:32} S {record['s']:.3f}  rows {record['rows']:5.1f}", flush=True)
 
-    # Draw the plot, save its figures, and write the page.
+    # Save the credit of each source and the figures.
     where = {**environment(), "model": llm.name, "dtype": llm.dtype, "path": llm.path}
-    save(credit_by_source(records, args.rows), args.picture, describe(where))
     credited = [
         {name: record[name] for name in ("workload", "temperature", "method", "credit")}
         for record in records

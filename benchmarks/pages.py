@@ -1199,6 +1199,10 @@ def files() -> dict[Path, str]:
         made_here[RESULTS / "corpus.svg"] = corpus_chart()
     for name in ("README.md", "README.zh.md", "docs/index.md", "docs/zh/index.md"):
         made_here[ROOT / name] = with_blocks((ROOT / name).read_text(encoding="utf-8"), name)
+    for name, folder in (("lesson/7-table.md", ".."), ("zh/lesson/7-table.md", "../..")):
+        picture = f"![S by the number of tokens in the table's text]({folder}/results/corpus.svg)"
+        text = (DOCS / name).read_text(encoding="utf-8")
+        made_here[DOCS / name] = with_block(text, name, "corpus", picture if corpus_files() else "")
     return made_here
 
 

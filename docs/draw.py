@@ -8,8 +8,9 @@ The traces in docs/traces are of SmolLM2-135M-Instruct in Q4_1 (the default mode
     lookahead generate --prompt-file PROMPT --drafter lookahead:5,4,5:pool_from_prompt=false:pool_from_output=false \
         --max-new-tokens 96 --trace docs/traces/window.jsonl
 
-likewise jacobi:block_size=8 and adaptive:rows=16. The prompt is a chat, which ``prompt()`` gives. The picture of a
-completion is of the second prompt of ``lookahead demo``, with the default drafter and 128 tokens:
+likewise jacobi:block_size=8, the default (adaptive.jsonl, with an empty cache folder, so that the cost of rows is the
+assumed one) and, with 28 tokens, adaptive:rows=16 (rows.jsonl). The prompt is a chat, which ``prompt()`` gives. The
+picture of a completion is of the second prompt of ``lookahead demo``, with the default drafter and 128 tokens:
 
     lookahead generate --chat --prompt-file src/lookahead/cli/demo_prompts/2-write.txt \
         --trace docs/traces/completion.jsonl
@@ -47,6 +48,8 @@ WORDS = sorted(set(PROMPT))
 TEXT = [WORDS.index(word) for word in PROMPT]
 #: Steps of docs/traces/window.jsonl that the chapter on the window shows, and a later one that accepts their n-gram.
 SHOWN, ACCEPTING = (5, 6, 7), 16
+#: The step of docs/traces/rows.jsonl that shows the rule for rows.
+STEP_OF_RULE = 6
 COLOURS = ("#1f5fbf", "#9a4a00", "#0d6e5f", "#8a2b77", "#4c6300")
 DARK_COLOURS = ("#8ab4ff", "#f0a860", "#5fd0bb", "#e59ad4", "#b5cf5c")
 
@@ -158,24 +161,28 @@ def prompt() -> str:
     return "".join(trace.header["texts"][str(token)] for token in trace.header["prompt"])
 
 
-#: dtype -> {rows: milliseconds} of a step of SmolLM2 behind 128 tokens on the compiled CPU path: two cores of an
-#: Intel Xeon with AMX, commit 113b7a7 (`python -m benchmarks.step`, in dev/LOG.md).
-STEP_MS = {
-    "bf16": {1: 13.518, 8: 16.559, 16: 16.485, 32: 18.903, 64: 24.728, 128: 41.859},
-    "fp32": {1: 20.497, 8: 26.864, 16: 34.020, 32: 55.162, 64: 78.868, 128: 148.760},
-}
+#: {rows: milliseconds} of a step of SmolLM2 in bf16 behind 128 tokens on the compiled CPU path: two cores of an Intel
+#: Xeon with AMX (`python -m benchmarks.step`, in dev/LOG.md). Of other files, the records say it.
+BF16_MS = {1: 13.518, 8: 16.559, 16: 16.485, 32: 18.903, 64: 24.728}
 
 
-def costs(dtype: str = "bf16") -> list[tuple[int, float]]:
-    """(rows, milliseconds) of a step."""
-    return list(STEP_MS[dtype].items())
+def costs() -> dict[str, dict[int, float]]:
+    """Model -> rows -> milliseconds of a step."""
+    lines = json.loads((HERE / "results" / "packed-step.json").read_text())["figures"]
+    found = {line["type"]: {int(rows): each["ours"] for rows, each in line["t"].items()} for line in lines}
+    return {"1B, 4 bits": found["1B"], "135M, 4 bits": found["own"], "135M, bf16, AMX": BF16_MS}
 
 
 def draw_costs() -> str:
-    times = costs()
-    first = times[0][1]
-    lines = ["rows of a step    milliseconds    relative to one row    per row"]
-    lines += [f"{rows:>14}{ms:>16.1f}{ms / first:>21.2f} x{ms / rows:>11.2f}" for rows, ms in times]
+    """Milliseconds of a step, and how many times those of one row."""
+    named = costs()
+    lines = ["rows" + "".join(f"{name:>22}" for name in named)]
+    for rows in (1, 2, 4, 8, 16, 32, 64):
+        cells = [
+            f"{each[rows]:.1f} ms {each[rows] / each[1]:>7.2f} x" if rows in each else "-"
+            for each in named.values()
+        ]
+        lines.append(f"{rows:>4}" + "".join(f"{cell:>22}" for cell in cells))
     return "\n".join(lines)
 
 
@@ -207,11 +214,10 @@ def draw_found() -> str:
 
 
 def draw_rows() -> str:
-    """F(k), c(k) and what the rule maximises, of one step of the adaptive trace."""
-    steps, _ = steps_of("adaptive")
-    record = max(steps, key=lambda one: len(one.get("probabilities", [])) * (one["step"] == 12))
+    """F(k), c(k) and what the rule maximises, of one step of the trace with 16 rows."""
+    record = steps_of("rows")[0][STEP_OF_RULE]
     best = sorted(record["probabilities"], reverse=True)
-    times = dict(costs("fp32"))
+    times = costs()["1B, 4 bits"]
     curve = CostCurve({0: {rows: ms / times[1] for rows, ms in times.items()}})
     lines = ["rows k    F(k)    c(k)    F(k) / c(k)    F(k) - r c(k)"]
     for k in (1, 2, 3, 4, 6, 8, 12, 16):
@@ -279,7 +285,7 @@ def words(x: float, y: float, text: str, kind: str = "", more: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}" class="{kind}" {more}>{escape(text)}</text>'
 
 
-def draw_mask_image() -> str:
+def draw_mask_image(chinese: bool = False) -> str:
     """The mask of the toy step."""
     tree, window, _, prefix = one_step()
     newest, size, side, left = set(window.newest_nodes()), len(tree), 24, 120
@@ -295,22 +301,37 @@ def draw_mask_image() -> str:
     ticks = [*(WORDS[t] for t in prefix[-4:-1]), *(str(n) for n in range(size))]
     parts += [words(left + 2 + i * side, 26, tick) for i, tick in enumerate(ticks)]
     below = "sees: the committed prefix (grey), window rows (blue), candidate rows (orange)"
+    if chinese:
+        below = "可见：已提交的前缀（灰）、窗口的行（蓝）、候选的行（橙）"
     parts.append(words(8, 52 + size * side, below, "s"))
-    return svg(left + (size + 3) * side + 130, 66 + size * side, parts, "The mask of a step of nine rows")
+    return svg(
+        left + (size + 3) * side + 130,
+        66 + size * side,
+        parts,
+        "九行的一步的掩码" if chinese else "The mask of a step of nine rows",
+    )
 
 
-def draw_costs_image() -> str:
-    """Milliseconds of a step by its rows."""
-    times = costs()
-    most, parts = max(ms for _, ms in times), []
-    for i, (rows, ms) in enumerate(times):
-        wide, y = 360 * ms / most, 16 + 26 * i
-        parts += [words(8, y + 14, f"{rows} row{'s' * (rows > 1)}"), box(86, y, wide, 18, COLOURS[0])]
-        parts.append(words(92 + wide, y + 14, f"{ms:.1f} ms"))
-    return svg(520, 30 + 26 * len(times), parts, "Time of a step by its rows")
+def draw_costs_image(chinese: bool = False) -> str:
+    """How many steps of one row a step costs, by its rows."""
+    parts, y = [], 8.0
+    for name, times in costs().items():
+        y += 22
+        title = name.replace("4 bits", "4 位") if chinese else name
+        parts.append(words(8, y - 6, title, more='font-weight="600"'))
+        for rows in (1, 4, 16, 64) if 4 in times else (1, 16, 64):
+            times_one = times[rows] / times[1]
+            wide = 330 * min(times_one, 12) / 12
+            more = " +" if times_one > 12 else ""
+            named = f"{rows} 行" if chinese else f"{rows} row{'s' * (rows > 1)}"
+            parts += [words(24, y + 11, named), box(84, y, wide, 14, COLOURS[0])]
+            parts.append(words(90 + wide, y + 11, f"{times_one:.1f} x{more}"))
+            y += 19
+    title = "一步的耗时，以一行的步为单位" if chinese else "Time of a step, in steps of one row"
+    return svg(500, y + 10, parts, title)
 
 
-def draw_window_image() -> str:
+def draw_window_image(chinese: bool = False) -> str:
     """Three steps of the window: levels, answers, and the n-grams on the diagonals."""
     steps, texts = steps_of("window")
     wide, high, left = 82, 26, 70
@@ -321,11 +342,13 @@ def draw_window_image() -> str:
         levels, tree = record["window"], record["tree"]
         depth = TokenTree.of(tree, record["parents"]).depths
         emitted = " ".join(visible(texts[token]) for token in record["tokens"])
-        parts.append(words(8, top + 20, f"step {number}: emits {emitted}"))
+        heading = f"第 {number} 步：输出 {emitted}" if chinese else f"step {number}: emits {emitted}"
+        parts.append(words(8, top + 20, heading))
         y0 = top + 32
         columns = list(zip(*levels, strict=True))
         for level, rows in enumerate(levels):
-            parts.append(words(8, y0 + level * high + 15, f"level {level}", "s"))
+            named = f"第 {level} 层" if chinese else f"level {level}"
+            parts.append(words(8, y0 + level * high + 15, named, "s"))
             for column, row in enumerate(rows):
                 more = f'stroke="{COLOURS[column % 5]}" stroke-width="{3 if row == 0 else 1.5}"'
                 x, y = left + depth[row] * wide, y0 + level * high
@@ -333,7 +356,7 @@ def draw_window_image() -> str:
                     box(x, y, wide - 8, high - 6, "#fff", more),
                     words(x + 4, y + 14, visible(texts[tree[row]])[:10]),
                 ]
-        parts.append(words(8, y0 + len(levels) * high + 15, "answers", "s"))
+        parts.append(words(8, y0 + len(levels) * high + 15, "回答" if chinese else "answers", "s"))
         for column, rows in enumerate(columns):
             chain = [tree[row] for row in rows]
             answer = next((n[-1] for n in record["ngrams"] if n[:-1] == chain), None)
@@ -354,7 +377,7 @@ def draw_window_image() -> str:
                     '<path d="M{:g} {:g}L{:g} {:g}" stroke="{}" stroke-width="2"/>'.format(*ends, colour)
                 )
         top = y0 + (len(levels) + 1) * high
-    return svg(left + 9 * wide, top + 12, parts, "The window in three steps")
+    return svg(left + 9 * wide, top + 12, parts, "窗口的三个步骤" if chinese else "The window in three steps")
 
 
 def draw_completion(chinese: bool = False) -> str:
@@ -388,7 +411,39 @@ def draw_completion(chinese: bool = False) -> str:
     return themed_svg(680, 14 + 16 * len(lines), parts, total, style)
 
 
+#: Words of the plots of the adaptive drafter -> those of the Chinese copies.
+PLOTTED = {
+    "estimated probability": "估计的概率",
+    "share that was right": "猜中的比例",
+    "as estimated": "与估计一致",
+    "candidates": "个候选",
+    "tokens of the text so far": "文本至此的 token 数",
+    "rows of the step": "一步的行数",
+    "tokens it gave": "得到的 token 数",
+    "no tree grown": "没有建树",
+    "code, greedy": "代码，贪心",
+    "maths, greedy": "数学，贪心",
+    " cores": " 核",
+    " threads": " 线程",
+}
+
+
+def in_chinese(name: str) -> str:
+    """A plot with its words in Chinese."""
+    text = (HERE / "images" / f"{name}.svg").read_text(encoding="utf-8")
+    for english, chinese in PLOTTED.items():
+        text = re.sub(rf"(<text[^>]*>[^<]*){english}", rf"\g<1>{chinese}", text)
+    return text
+
+
 IMAGES = {
+    **{
+        f"images/{name}.zh.svg": partial(in_chinese, name)
+        for name in ("adaptive-calibration", "adaptive-rows")
+    },
+    "images/lesson-costs.zh.svg": partial(draw_costs_image, chinese=True),
+    "images/lesson-window.zh.svg": partial(draw_window_image, chinese=True),
+    "images/step.zh.svg": partial(draw_mask_image, chinese=True),
     "images/completion.svg": draw_completion,
     "images/completion.zh.svg": partial(draw_completion, chinese=True),
     "images/lesson-costs.svg": draw_costs_image,
@@ -403,7 +458,8 @@ BLOCKS = {
     "lesson/3-window.md": {"found": draw_found},
     "lesson/4-tree.md": {"tree": draw_tree, "mask": draw_mask},
     "lesson/5-verify.md": {"step": draw_step},
-    "adaptive.md": {"base": draw_base, "head": draw_head, "rows": draw_rows},
+    "lesson/7-table.md": {"base": draw_base},
+    "adaptive.md": {"head": draw_head, "rows": draw_rows},
 }
 BLOCKS |= {f"zh/{name}": blocks for name, blocks in BLOCKS.items()}
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import adaptive_run, adaptive_s, results
+from benchmarks import adaptive_run, results
 from benchmarks import pages as written
 from benchmarks.report import page_of, write_report
 from lookahead.bench import ModelUnderTest, Records, RunOptions, run
@@ -479,12 +479,10 @@ def test_committed_records_from_two_places_are_refused(tmp_path, monkeypatch):
 def test_the_adaptive_drafters_figures_are_drawn_from_the_committed_ones(tmp_path, monkeypatch):
     """Compares only words and numbers, because matplotlib versions write lines differently."""
     pytest.importorskip("matplotlib")
-    for module, option in ((adaptive_run, "--pictures"), (adaptive_s, "--picture")):
-        where = tmp_path / "adaptive-credit" if option == "--picture" else tmp_path
-        monkeypatch.setattr("sys.argv", ["x", "--draw", option, str(where)])
-        module.main()
+    monkeypatch.setattr("sys.argv", ["x", "--draw", "--pictures", str(tmp_path)])
+    adaptive_run.main()
     drawn = sorted(tmp_path.glob("*.svg"))
-    assert [path.stem for path in drawn] == ["adaptive-calibration", "adaptive-credit", "adaptive-rows"]
+    assert [path.stem for path in drawn] == ["adaptive-calibration", "adaptive-rows"]
     for path in drawn:
         ours, theirs = (
             re.findall(r"<text[^>]*>([^<]+)</text>", one.read_text())
