@@ -35,11 +35,11 @@ KINDS = {"prose": ("mt-bench",), "code": ("humaneval", "mbpp", "classeval")}
 INSTEAD = {"0.5B": "bench-larger", "135M": "bench-packed"}
 #: English -> Chinese, in the README's blocks and in the chart of speeds. Longer phrases come first.
 CHINESE = {
+    "Times plain decoding, and tokens per second": "相对普通解码的倍数，以及每秒 token 数",
     "llama.cpp at its best": "llama.cpp 最快时",
     "the default, without a table": "默认（无基础表）",
     "plain decoding": "普通解码",
     "the default": "默认",
-    "Times plain decoding, and tokens per second": "相对普通解码的倍数，以及每秒 token 数",
     ", prose": "，散文",
     ", code": "，代码",
     "prose": "散文",

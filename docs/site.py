@@ -69,7 +69,9 @@ def on_the_site(source: Path, out: Path) -> str:
     other = OTHER_LANGUAGE.search(text)
     if other is not None:
         text = text.replace(other[0], "", 1)
-        text = f"---\nalternate: {other[1]}.html\n---\n{text}"
+        # The home has no neighbours: its navigation would be an empty column.
+        hidden = "hide: [navigation]\n" * (source.name == "index.md")
+        text = f"---\nalternate: {other[1]}.html\n{hidden}---\n{text}"
     language = "?lang=zh" if chinese else ""
     frame = rf'<iframe class="animated" src="\2{language}\3" title="\1"></iframe>'
     text = ANIMATED.sub(frame, text)

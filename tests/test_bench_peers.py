@@ -1,12 +1,11 @@
 """How peers are measured: memory, drafting modes, caches of prompts, and what README says of them."""
 
-import re
 import sys
 from contextlib import contextmanager
 
 import pytest
 
-from benchmarks import llamacpp_server, readme, serve, servers, startup
+from benchmarks import llamacpp_server, serve, servers, startup
 from benchmarks.llamacpp_server import draft_options
 from lookahead.bench import RunOptions
 from lookahead.core import SettingsError
@@ -121,46 +120,3 @@ def test_servers_that_are_started_here_keep_no_prompts(monkeypatch, tmp_path):
 def record(method, prompt_tokens, repeat, seconds):
     tokens = {"new_tokens": 11, "prefill_tokens": 1, "decode_seconds": seconds}
     return {"method": method, "prompt_tokens": prompt_tokens, "repeat": repeat, **tokens}
-
-
-def test_plain_decoding_beside_llama_cpp_by_length():
-    theirs = "llamacpp-server:model.Q4_0.gguf"
-    records = [
-        *(record("plain", length, repeat, 0.1) for length in (50, 200, 300) for repeat in (0, 1)),
-        *(
-            record(theirs, length, repeat, s)
-            for length, s in ((50, 0.1), (200, 0.15), (300, 0.2))
-            for repeat in (0, 1)
-        ),
-        *(record(f"{theirs}:ngram-mod", length, 0, 9.0) for length in (50, 200, 300)),
-    ]
-    text = readme.by_length(records)
-    assert "1.00 times as fast as llama.cpp's server in Q4_0 after prompts of fewer than 128 tokens" in text
-    cause = ", because llama.cpp slows down more with the context"
-    assert f"1.50 times after 128 to 255, and 2.00 times after longer ones{cause}. In the" in text
-    assert "In the 2 runs it reached 100, 100 tokens/s, and llama.cpp's server 67, 67" in text
-    for x in records:
-        x["decode_seconds"] = 0.1 if x["prompt_tokens"] > 256 else x["decode_seconds"]
-    falls = readme.by_length(records)
-    assert "1.50 times after 128 to 255, and 1.00 times after longer ones. In the" in falls
-    for english in (text, falls):
-        chinese = english
-        for pattern, words in readme.CHINESE.items():
-            chinese = re.sub(pattern, words, chinese)
-        assert not re.findall(r"times|plain|because|In the", chinese)
-        assert ("，因为" in chinese) == (cause in english)
-    assert readme.by_length([record("plain", 50, 0, 0.1)]) == ""
-
-
-def test_the_first_token_is_named_where_the_other_server_is_sooner():
-    def lines(ours, theirs):
-        return [
-            {"clients": 4, "method": "adaptive", "first_token_p50": ours},
-            {"clients": 4, "method": "llama.cpp's server", "first_token_p50": theirs},
-        ]
-
-    assert "with 4 clients: 80 ms, against 40 ms for llama.cpp's server" in readme.first_token(
-        lines(0.08, 0.04)
-    )
-    assert readme.first_token(lines(0.03, 0.04)) == ""
-    assert readme.first_token([]) == ""
