@@ -245,7 +245,6 @@ types: $(READY)
 fix: $(READY)
 	$(RUN)/ruff check --fix --quiet . || true
 	$(RUN)/ruff format --quiet .
-	$(RUN)/python docs/draw_architecture.py --write
 	$(RUN)/python docs/draw.py --write
 	$(RUN)/python docs/draw_parallel.py --write
 	$(RUN)/python docs/draw_server.py --write
