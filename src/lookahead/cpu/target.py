@@ -179,7 +179,7 @@ class CpuTarget(StoredTarget):
         self._last: weakref.ref[PassLogits] | None = None
         self._memory: Array | None = None
         #: The arrays of earlier passes by buffer, number of rows, and whether they include hidden states. After a
-        #: pass, when caches are cold, making them takes 0.1 ms.
+        #: pass, when caches are cold, making them is slow.
         self._arrays: dict[tuple[int, int, bool], tuple[Array, PassArrays]] = {}
 
     def depth_limit(self, slot: int) -> int:

@@ -88,15 +88,15 @@ def keys_and_values(model: PreTrainedModel, config: Any) -> list[tuple[torch.Ten
 
 def _rope_boundary(config: Any) -> tuple[str, int]:
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    by_layer_kind = [value for value in parameters.values() if isinstance(value, dict)]
-    for entry in by_layer_kind or [parameters]:
-        kind = entry.get("rope_type") or entry.get("type") or ""
-        if kind == "dynamic":
-            return kind, int(config.max_position_embeddings)
-        if kind == "longrope":
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    for entry in by_layer_type or [parameters]:
+        rope_type = entry.get("rope_type") or entry.get("type") or ""
+        if rope_type == "dynamic":
+            return rope_type, int(config.max_position_embeddings)
+        if rope_type == "longrope":
             name = "original_max_position_embeddings"
             original = entry.get(name) or getattr(config, name, None)
-            return kind, int(original or config.max_position_embeddings)
+            return rope_type, int(original or config.max_position_embeddings)
     return "", NO_LIMIT
 
 

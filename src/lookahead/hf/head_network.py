@@ -20,7 +20,7 @@ FIRST_DEVIATION = 1e-3
 class HeadNetwork(nn.Module):
     """The trained part: h' = h + down(silu(gate z) * up z), z = [norm(h); norm(e)].
 
-    Its matrices are empty until ``draw`` or ``of`` fills them.
+    Its matrices are empty until ``reset_parameters`` or ``of`` fills them.
 
     Args:
         hidden, width: sizes of a hidden state and of the block.
@@ -35,7 +35,7 @@ class HeadNetwork(nn.Module):
         self.down = nn.Parameter(torch.empty(hidden, width))
         self.log_scale = nn.Parameter(torch.zeros(()))
 
-    def draw(self) -> None:
+    def reset_parameters(self) -> None:
         """Draw the matrices with which training begins, from torch's generator."""
         for weight in (self.gate, self.up):
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)

@@ -1,4 +1,4 @@
-"""Short openings from which a model writes text by itself. They were written for this purpose, not for a data set.
+"""Seed prompts for self-generated text. They were written for this purpose, not for a data set.
 
 ``opening(i)`` is the i-th request to a chat model: a frame with a topic in one of several languages, a sum, or a task
 about code. ``beginning(i)`` is the start of a request that the model completes by itself; models without a chat

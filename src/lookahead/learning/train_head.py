@@ -129,7 +129,7 @@ class Training:
         # The network, the optimizer and the state of the training.
         torch.manual_seed(settings.seed)
         self.network = HeadNetwork(self._output.shape[1], settings.width)
-        self.network.draw()
+        self.network.reset_parameters()
         self.network.to(self.device)
         self._optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=settings.rate, betas=(0.9, 0.98), weight_decay=0.01

@@ -294,7 +294,7 @@ class Context:
         if not reads:
             return np.empty(shape, np.float32)
         numbers = lib.llama_get_logits(self.pointer)
-        # Creating an array from a pointer takes 90 us, and llama.cpp rarely moves its buffer.
+        # Creating an array from a pointer is slow, and llama.cpp rarely moves its buffer.
         place = shape, ctypes.addressof(numbers.contents)
         if place != self._place:
             self._place = place

@@ -124,7 +124,7 @@ class SequenceMemory:
             tree.nodes[name] for name in ("token", "parent", "probability", "depth")
         )
         self._tree_rows = tree.sizes["rows"]
-        #: Tokens and parents of the last tree. A numpy call after a pass takes some 10 us, because caches are cold.
+        #: Tokens and parents of the last tree, as lists: after a pass, when caches are cold, numpy calls are slow.
         self._tokens = list[int]()
         self._parents = list[int]()
         self._drafted, self._path, self._new_tokens = (
@@ -366,5 +366,5 @@ class SequenceMemory:
 
 
 def _is_plain(array: Any, dtype: Any) -> bool:
-    """Whether this is an array that compiled code takes as it is; converting one that is takes 7 us after a pass."""
+    """Whether this is an array that compiled code takes as it is; converting one that is takes time after a pass."""
     return type(array) is np.ndarray and array.dtype is dtype and array.flags.c_contiguous
