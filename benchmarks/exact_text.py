@@ -30,12 +30,13 @@ import torch
 import lookahead
 from benchmarks.step import build
 from lookahead import LLM
-from lookahead.bench.record import commit, environment, key_of, require_one_origin
+from lookahead.bench.record import commit, environment, key_of
 from lookahead.bench.workloads import stdlib_prompts
 from lookahead.core import first_divergence
 from lookahead.drafters import Adaptive, as_drafter
 from lookahead.records import RecordWriter, read_records
 
+from .origin import require_one_origin
 from .page import write_report
 from .report import markdown_table
 

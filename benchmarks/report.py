@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lookahead.bench.record import Record, describe, require_one_origin, was_busy
+from lookahead.bench.record import Record, describe, was_busy
 from lookahead.bench.report import (
     LEGEND,
     Summary,
@@ -26,6 +26,7 @@ from lookahead.bench.report import (
 )
 from lookahead.records import finite
 
+from .origin import require_one_origin
 from .plots import COLOURS, label, new_figure, save
 
 

@@ -31,7 +31,7 @@ from safetensors import safe_open
 
 import lookahead
 from lookahead.bench.methods import ModelUnderTest, RunOptions
-from lookahead.bench.record import environment, require_one_origin
+from lookahead.bench.record import environment
 from lookahead.core import Drafter, LookaheadError
 from lookahead.drafters import Adaptive, Lookahead, Plain, PromptLookup
 from lookahead.drafters.adaptive.heads import find_head
@@ -43,6 +43,7 @@ from .drafters.eagle import Eagle, EagleDrafter
 from .drafters.medusa import Medusa, MedusaDrafter
 from .drafters.rest import Datastore, Rest
 from .drafters.static_tree import SHAPES, StaticTree
+from .origin import require_one_origin
 from .page import write_report
 from .peers import HuggingFace
 from .quiet import require_quiet

@@ -18,9 +18,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lookahead.bench.record import Record, require_one_origin
+from lookahead.bench.record import Record
 from lookahead.core import SettingsError
 from lookahead.records import finite
+
+from ..origin import require_one_origin
 
 Head = dict[str, Any]
 #: File with the checksums of a folder, in the format of the program sha256sum.

@@ -1,7 +1,7 @@
 """The names of parts and settings in GGUF files, by architecture, as written by llama.cpp's converter.
 
-``gguf_sizes`` uses these names to check the sizes of a file, ``gguf_settings`` to read its settings, and
-``gguf_blueprint`` to make a model.
+``gguf.sizes`` uses these names to check the sizes of a file, ``gguf.settings`` to read its settings, and
+``cpu.gguf_blueprint`` to make a model.
 
 | architecture | classes | q and k rows | norm weights | settings not in the file |
 |---|---|---|---|---|
