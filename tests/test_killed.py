@@ -1,4 +1,4 @@
-"""``kill -9`` in the middle of ``learn`` and ``train-head``: what is on disk can be used, and the next run continues."""
+"""``kill -9`` in the middle of ``learn`` and ``train-head``: files on disk are usable, and the next run continues."""
 
 import os
 import signal
@@ -50,7 +50,9 @@ def test_a_command_killed_while_it_writes_any_file_continues(command, toy_chat, 
     arguments = [command, str(toy_chat), "--tokens", "3000", *more]
 
     def run(file, finished):
-        process = forks().Process(target=_run, args=(arguments, dict(os.environ), file, finished), daemon=True)
+        process = forks().Process(
+            target=_run, args=(arguments, dict(os.environ), file, finished), daemon=True
+        )
         process.start()
         process.join(120)
         return process.exitcode

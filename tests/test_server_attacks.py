@@ -233,6 +233,33 @@ def test_stop_strings_are_prepared_once_for_all_completions(served, monkeypatch)
     assert (len(answer["choices"]), len(calls)) == (8, 1)
 
 
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("completions", {"prompt": "x" * 200_000}),
+        ("completions", {"suffix": "x" * 200_000}),
+        ("completions", {"prediction": {"type": "content", "content": "x" * 200_000}}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 200_000}]}),
+    ],
+    ids=["prompt", "suffix", "prediction", "messages"],
+)
+def test_long_texts_are_refused_before_they_are_tokenized(served, monkeypatch, path, field):
+    """So no preparation, which cannot be ended, takes long."""
+    kind = type(served.llm.tokenizer)
+    encode = kind.__call__
+    lengths = []
+    monkeypatch.setattr(kind, "fewest_tokens", lambda self, text: len(text) // 100, raising=False)
+    monkeypatch.setattr(
+        kind,
+        "__call__",
+        lambda self, text, **more: (lengths.append(len(text)), encode(self, text, **more))[1],
+    )
+    base = {"messages": [{"role": "user", "content": "x"}]} if path.startswith("chat") else {"prompt": "x"}
+    reply = httpx.post(f"{served.url}/v1/{path}", json=base | field)
+    assert reply.json()["error"]["code"] == "context_length_exceeded"
+    assert max(lengths, default=0) < 200_000
+
+
 def test_preparation_counts_for_the_time_limit_and_ends_with_the_client(llm, monkeypatch, logged):
     begun, go_on = threading.Event(), threading.Event()
     encode = Preparer.encode

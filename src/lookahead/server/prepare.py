@@ -19,7 +19,7 @@ from ..drafters import as_drafter
 from ..llm import LLM
 from ..model import NO_LIMIT
 from ..options import Options
-from ..text.prompts import PromptTooLong, encode, has_chat_template
+from ..text.prompts import PromptTooLong, encode, encode_text, has_chat_template
 from .api_errors import Refused
 from .grammar import Constraint, GrammarProcess, Grammars
 from .logprobs import LogProbs
@@ -187,6 +187,7 @@ class Preparer:
         """The token ids of a text within a sequence.
 
         Raises:
+            Refused: it is longer than a sequence.
             SettingsError: there is no tokenizer, or it is not valid text.
         """
         if self.llm.tokenizer is None:
@@ -195,7 +196,13 @@ class Preparer:
             text.encode()
         except UnicodeEncodeError:
             raise SettingsError(f"{param}: must be text that UTF-8 can encode, got {text!r:.80}") from None
-        return list(self.llm.tokenizer(text, add_special_tokens=False).input_ids)
+        try:
+            ids = encode_text(text, self.llm.tokenizer, self.context, add_special_tokens=False)
+        except PromptTooLong as error:
+            raise self._too_long(error.tokens, param) from None
+        if len(ids) >= self.context:
+            raise self._too_long(str(len(ids)), param)
+        return ids
 
     def chat(self, body: ChatRequest, answer: Callable[..., Answer] = ChatAnswer) -> Answer:
         """The answer of /v1/chat/completions, with its requests.
@@ -375,12 +382,6 @@ class Preparer:
             )
         text = plain(body.prediction.content)
         ids = self._part(text, "prediction") if text else []
-        # The answer cannot be longer, and drafters index the whole prediction.
-        if len(ids) > self.context:
-            raise SettingsError(
-                f"prediction: must have at most {self.context} tokens, this server's limit for prompt and answer "
-                f"together, got {len(ids)}; shorten it"
-            )
         # A tokenizer may have more tokens than the model, which never emits them.
         return list(takewhile(lambda token: token < self.llm.vocabulary, ids))
 

@@ -91,7 +91,7 @@ def encode(
         _check_unicode(prompt)
         if tokenizer is None:
             raise SettingsError(f"a text prompt needs a tokenizer, and {missing}; give token ids instead")
-        ids = _from_text(prompt, tokenizer, context)
+        ids = encode_text(prompt, tokenizer, context)
     elif _all_are(prompt, Mapping) and len(prompt):
         ids = _from_messages(prompt, tokenizer, missing, context, variables or {})
     elif _all_are(prompt, Integral) and bool not in map(type, prompt):
@@ -114,7 +114,12 @@ def encode(
     return ids
 
 
-def _from_text(text: str, tokenizer: Any, context: int | None, **options: Any) -> list[int]:
+def encode_text(text: str, tokenizer: Any, context: int | None, **options: Any) -> list[int]:
+    """Token ids of a text.
+
+    Raises:
+        PromptTooLong: its bytes show that it fills the context, so that it is not tokenized.
+    """
     if context is not None and hasattr(tokenizer, "fewest_tokens"):
         fewest = tokenizer.fewest_tokens(text)
         if fewest >= context:
@@ -156,4 +161,4 @@ def _from_messages(
     except Exception as error:  # a template is the model's code and may raise anything
         what = " and ".join(["these messages", *variables])
         raise SettingsError(f"the model's chat template rejects {what}: {first_line(error)}") from None
-    return _from_text(made, tokenizer, context, add_special_tokens=False) if as_text else list(made)
+    return encode_text(made, tokenizer, context, add_special_tokens=False) if as_text else list(made)
