@@ -28,6 +28,7 @@ def server_page(browser, address):
     page = browser.new_page(viewport={"width": 1100, "height": 900})
     page.goto(address)
     page.wait_for_function("document.getElementById('model').textContent.startsWith('Model: ')")
+    page.get_by_role("tab", name="Compare").click()
     for method in ("lookahead", "adaptive"):
         page.locator("#method").select_option(method)
         page.locator("#go").click()
