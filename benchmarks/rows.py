@@ -73,7 +73,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     llm = lookahead.load(args.model, dtype=args.dtype)
     methods: dict[str, Drafter] = {"plain": Plain(), "adaptive": Adaptive()}
     methods |= {f"{rows} rows": Adaptive(rows=rows) for rows in args.fixed} | {"again": Plain()}
-    about = {**environment(), "model": llm.name, "path": llm.path, "dtype": llm.dtype}
+    name = Path(llm.name).name if Path(llm.name).exists() else llm.name  # not this machine's folders
+    about = {**environment(), "model": name, "path": llm.path, "dtype": llm.dtype}
     about |= {"new_tokens": args.new_tokens, "longest": args.longest, "rounds": args.rounds}
     about["fixed"] = ",".join(map(str, args.fixed))
     fitted = set(fit_priors.prompts(args.data, 60))
