@@ -108,6 +108,7 @@ SLOW = (
     "test_hf::test_a_light_head*phi*",
     "test_gguf_files::test_transformers_reads*qwen*",
     "test_gguf_files::test_transformers_reads*gemma*",
+    "test_hub_names::test_a_model_by_name*",  # also in make test-light
 )
 
 

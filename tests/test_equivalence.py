@@ -167,8 +167,8 @@ def test_most_wrong_weights_of_attention_are_judged():
 def test_a_window_that_is_off_by_one_is_caught(window, step, dtype):
     model = tiny_model("mistral-sliding", initializer_range=0.1, sliding_window=window).to(dtype)
     facts = ModelFacts(model)
-    assert facts.kinds.sliding_window == window
-    facts.kinds = dataclasses.replace(facts.kinds, sliding_window=window + step)
+    assert facts.layer_types.sliding_window == window
+    facts.layer_types = dataclasses.replace(facts.layer_types, sliding_window=window + step)
     assert not judged(model, facts).ok
 
 

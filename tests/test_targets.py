@@ -17,7 +17,7 @@ from lookahead.hf.attention import pack_bits, unpack_bits
 from lookahead.hf.batch_rows import BatchRowsTarget
 from lookahead.hf.cuda_graphs import CudaGraphTarget
 from lookahead.hf.exact_mode import ExactTarget
-from lookahead.hf.masks import LayerKinds, attention_masks, stack_rows
+from lookahead.hf.masks import LayerTypes, attention_masks, stack_rows
 from lookahead.hf.paths import PATHS, make_target, probe
 from lookahead.hf.target import PlainTarget, TransformersTarget
 from lookahead.hf.tree_cache import TreeCache
@@ -57,7 +57,7 @@ def test_the_mask_drawn_in_the_docstring_is_that_of_a_lookahead_step():
     tree.add_candidate([30, 31])
     _, positions = stack_rows([tree], [2], len(tree))
     mask = attention_masks(
-        LayerKinds(("full_attention",), 0, 0), [tree], [2], positions, torch.float32, torch.device("cpu")
+        LayerTypes(("full_attention",), 0, 0), [tree], [2], positions, torch.float32, torch.device("cpu")
     )
     rows = drawn(masks.__doc__, len(tree))
     names = ["r", "a1", "a2", "b0", "b1", "b2", "c0", "c1"]
@@ -71,9 +71,9 @@ def test_the_mask_drawn_in_the_docstring_is_that_of_a_lookahead_step():
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention", "chunked_attention"])
 def test_masks_follow_logical_positions(kind):
     tree, length = branching_tree(), 4
-    kinds = LayerKinds((kind,), sliding_window=3, chunk=3)
+    types = LayerTypes((kind,), sliding_window=3, chunk=3)
     _, positions = stack_rows([tree], [length], len(tree))
-    mask = attention_masks(kinds, [tree], [length], positions, torch.float32, torch.device("cpu"))
+    mask = attention_masks(types, [tree], [length], positions, torch.float32, torch.device("cpu"))
     at = [*range(length), *(length + depth for depth in tree.depths)]
     for row in range(len(tree)):
         for column in range(length + len(tree)):

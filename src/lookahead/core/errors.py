@@ -48,17 +48,17 @@ def summary(error: BaseException) -> str:
     return f"{name}: {first_line(error)}" if str(error).strip() else name
 
 
-def failure(what: str, error: Exception, kind: type[LookaheadError] = LookaheadError) -> LookaheadError:
-    """The error that ends a sequence whose code raised ``error``: ``error`` itself, or a ``kind`` caused by it.
+def failure(what: str, error: Exception, of: type[LookaheadError] = LookaheadError) -> LookaheadError:
+    """The error that ends a sequence whose code raised ``error``: ``error`` itself, or one of ``of`` caused by it.
 
     Args:
         what: what failed, as in "the drafter".
         error: the exception raised.
-        kind: the class of the result if ``error`` is not a ``LookaheadError``.
+        of: the class of the result if ``error`` is not a ``LookaheadError``.
     """
     if isinstance(error, LookaheadError):
         return error
-    failed = kind(f"{what} failed: {summary(error)}")
+    failed = of(f"{what} failed: {summary(error)}")
     failed.__cause__ = error
     return failed
 

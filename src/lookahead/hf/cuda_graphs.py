@@ -45,7 +45,7 @@ from .equivalence import compare
 from .facts import ModelFacts
 from .fingerprint import forget, remember
 from .graph_store import GraphTarget, uncapturable
-from .logits import CopiedLogits, packed
+from .logits import LogitsBatch, packed
 from .target import head_inputs, run_model
 from .tree_cache import Placement
 
@@ -148,7 +148,7 @@ class CapturedPass:
         Parts.of(numbers, self.sequences, self.rows).fill(steps)
         self.numbers.copy_(pinned(numbers, torch.int32, self.device), non_blocking=True)
 
-    def run(self, target: CudaGraphTarget, steps: Sequence[SlotStep]) -> CopiedLogits:
+    def run(self, target: CudaGraphTarget, steps: Sequence[SlotStep]) -> LogitsBatch:
         """The logits (B, Q, V) of the steps' trees, and the hidden states if any tree needs them, in memory that the
         next step does not overwrite."""
         self.describe(steps)
@@ -166,7 +166,7 @@ class CapturedPass:
         # Clone, because the next replay overwrites the results.
         kept = [None if x is None else x[:sequences, :rows].clone() for x in (logits, hidden)]
         assert kept[0] is not None
-        return CopiedLogits(kept[0], HostCopy(best), kept[1])
+        return LogitsBatch(kept[0], kept[1], HostCopy(best))
 
     def _capture(self, target: CudaGraphTarget) -> None:
         try:

@@ -22,7 +22,7 @@ from ..drafters.notice import notice
 from ..drafters.prepare import Preparation
 from .batch_sequence import Criteria, Row, for_row, may_draw_ahead, row_processors
 from .caller import DROPPED, CustomGenerate
-from .masks import LayerKinds
+from .masks import LayerTypes
 from .model import HFModel
 from .past_key_values import KeepingTarget, fill_cache
 from .paths import limit_graphs, warn_about_shortfall
@@ -212,7 +212,7 @@ def _unpadded(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tenso
         return input_ids.tolist()
     if not bool((mask[:, -1] == 1).all()):
         raise SettingsError("prompts must be padded on the left; the attention mask ends with 0 in some row")
-    whole = LayerKinds.of(model.config.get_text_config()).kinds == ("full_attention",)
+    whole = LayerTypes.of(model.config.get_text_config()).names == ("full_attention",)
     if not whole and bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise SettingsError(
             "prompts of models with windows must be padded on the left only; the attention mask has a 0 after a 1"

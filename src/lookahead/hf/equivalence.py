@@ -60,7 +60,7 @@ def compare(
         with mask_compatible_attention(model):
             return remember(model, name, lambda: _reference(model, trial.texts(), half, rows_of))
 
-    window = max(facts.kinds.sliding_window, facts.kinds.chunk)
+    window = max(facts.layer_types.sliding_window, facts.layer_types.chunk)
     longest = min(
         LONGEST_WINDOW.get(model.device.type, 8192), facts.max_positions - 16, facts.rope_boundary - 16
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..model import NO_LIMIT, Limits, positions_of
-from .masks import LayerKinds
+from .masks import LayerTypes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,7 +21,7 @@ class PassFacts(Limits):
         config: the text config.
         cache_name: the name of the cache among the arguments of ``forward``.
         accepts_position_ids, accepts_logits_to_keep: whether ``forward`` has an argument of that name.
-        kinds: the kinds of attention layers.
+        layer_types: the types of attention layers.
         rotary: resets rotary frequencies; call its ``before`` ahead of every pass.
     """
 
@@ -33,7 +33,7 @@ class PassFacts(Limits):
         self.cache_name = cache_name(model)
         self.accepts_position_ids = "position_ids" in parameters
         self.accepts_logits_to_keep = "logits_to_keep" in parameters
-        self.kinds = LayerKinds.of(self.config)
+        self.layer_types = LayerTypes.of(self.config)
         self.rope_type, self.rope_boundary = _rope_boundary(self.config)
         self.rotary = RotaryReset(model)
 
@@ -122,7 +122,7 @@ class RotaryReset:
             length = int(positions.max()) + 1
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
                 if getattr(module, name) > max(length, module.original_max_seq_len):
-                    # Models with several kinds of layers keep frequencies for each, with the kind as a name prefix.
+                    # Models with several types of layers keep frequencies for each, with the type as a name prefix.
                     prefix = name.removesuffix("max_seq_len_cached")
                     original = getattr(module, f"{prefix}original_inv_freq")
                     original = original.to(getattr(module, f"{prefix}inv_freq"))

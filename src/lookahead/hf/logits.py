@@ -9,6 +9,9 @@ from ..sampling.scores import Logits, Numbers
 from ..sampling.top import top_of_rows
 from .cuda import HostCopy
 
+#: Best tokens per row in ``packed``: as many as drafters request.
+PACKED_TOP = 8
+
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     """For each row, the token with the largest logit, the lowest token among ties; -1 if a logit is NaN."""
@@ -23,11 +26,15 @@ class LogitsBatch(Logits):
     Args:
         logits: (B, R, V).
         hidden: their hidden states (B, R, hidden), if they were kept.
+        copy: the copy of ``packed(logits)`` on its way to the host, possibly with further rows and sequences.
     """
 
-    def __init__(self, logits: torch.Tensor, hidden: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, logits: torch.Tensor, hidden: torch.Tensor | None = None, copy: HostCopy | None = None
+    ) -> None:
         self.logits = logits
         self._hidden = hidden
+        self._copy = copy
         self._best: list[list[int]] | None = None
 
     def row(self, b: int, r: int) -> torch.Tensor:
@@ -37,6 +44,8 @@ class LogitsBatch(Logits):
         return self.logits[b, r].detach().float().contiguous().cpu().numpy(), None
 
     def argmax(self, b: int, r: int) -> int:
+        if self._copy is not None:
+            return int(self._copy.numpy()[b, r, 0])
         if self._best is None:
             self._best = best_tokens(self.logits).tolist()
         return self._best[b][r]
@@ -48,6 +57,10 @@ class LogitsBatch(Logits):
         logits = self.logits.detach()
         batch, rows, vocabulary = logits.shape
         k = min(k, vocabulary)
+        if self._copy is not None and k <= PACKED_TOP:
+            numbers = self._copy.numpy()[:batch, :rows, 1:]
+            known = numbers.shape[-1] // 2
+            return numbers[..., :known], numbers[..., known:].view(np.float32)
         if logits.device.type == "cpu":
             ids, odds = top_of_rows(_as_numpy(logits.reshape(batch * rows, vocabulary)), k)
             return ids.reshape(batch, rows, k), odds.reshape(batch, rows, k)
@@ -56,10 +69,6 @@ class LogitsBatch(Logits):
         log_odds = values.float() - values[..., :1].float()
         both = torch.stack((tokens.int().view(torch.float32), log_odds)).cpu().numpy()
         return both[0].view(np.int32), both[1]
-
-
-#: Best tokens per row in ``packed``: as many as drafters request.
-PACKED_TOP = 8
 
 
 def packed(logits: torch.Tensor) -> torch.Tensor:
@@ -71,31 +80,6 @@ def packed(logits: torch.Tensor) -> torch.Tensor:
     log_odds = values.float() - values[..., :1].float()
     best = best_tokens(logits).int()[..., None]
     return torch.cat((best, tokens.int(), log_odds.view(torch.int32)), dim=-1)
-
-
-class CopiedLogits(LogitsBatch):
-    """Logits on a device, whose ``packed`` form is being copied to the host.
-
-    Args:
-        logits: (B, R, V).
-        copy: the copy of ``packed(logits)``, possibly with further rows and sequences.
-        hidden: their hidden states (B, R, hidden), if they were kept.
-    """
-
-    def __init__(self, logits: torch.Tensor, copy: HostCopy, hidden: torch.Tensor | None = None) -> None:
-        super().__init__(logits, hidden)
-        self._copy = copy
-
-    def argmax(self, b: int, r: int) -> int:
-        return int(self._copy.numpy()[b, r, 0])
-
-    def _search(self, k: int) -> tuple[Numbers, Numbers]:
-        batch, rows, vocabulary = self.logits.shape
-        numbers = self._copy.numpy()[:batch, :rows, 1:]
-        known = numbers.shape[-1] // 2
-        if min(k, vocabulary) > known:
-            return super()._search(k)
-        return numbers[..., :known], numbers[..., known:].view(np.float32)
 
 
 def _as_numpy(logits: torch.Tensor) -> Numbers:

@@ -61,7 +61,7 @@ def sliding_window(config: Any) -> int:
 
 
 def layer_types(config: Any) -> Sequence[str]:
-    """The kind of each layer; () if the class treats all layers alike."""
+    """The type of each layer; () if the class treats all layers alike."""
     if config.model_type in (*ONE_MASK, *WITHOUT_WINDOW):
         return ()
     return getattr(config, "layer_types", None) or ()
@@ -74,26 +74,26 @@ def layer_window(config: Any, layer: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerKinds:
-    """The attention patterns of a model's layers. A model with several kinds expects a dict of masks by kind.
+class LayerTypes:
+    """The attention patterns of a model's layers. A model with several types expects a dict of masks by type.
 
     Attributes:
-        kinds: names as in ``config.layer_types``; one entry if all layers are of the same kind.
+        names: the types, as in ``config.layer_types``; one entry if all layers are of the same type.
         sliding_window: keys that a row of a sliding layer sees, itself included; 0 for no limit.
         chunk: size of attention chunks; 0 for none.
     """
 
-    kinds: tuple[str, ...]
+    names: tuple[str, ...]
     sliding_window: int
     chunk: int
 
     @classmethod
-    def of(cls, config: Any) -> LayerKinds:
-        """The kinds of a text config."""
+    def of(cls, config: Any) -> LayerTypes:
+        """The types of a text config."""
         window = sliding_window(config)
         chunk = getattr(config, "attention_chunk_size", None) or 0
-        kinds = tuple(dict.fromkeys(layer_types(config)))
-        return cls(kinds or (("sliding_attention",) if window else ("full_attention",)), window, chunk)
+        names = tuple(dict.fromkeys(layer_types(config)))
+        return cls(names or (("sliding_attention",) if window else ("full_attention",)), window, chunk)
 
 
 def stack_rows(trees: Sequence[TokenTree], lengths: Sequence[int], rows: int) -> tuple[Any, Any]:
@@ -121,19 +121,19 @@ def key_positions(positions: torch.Tensor, lengths: Sequence[int]) -> torch.Tens
 
 
 def attention_masks(
-    kinds: LayerKinds,
+    types: LayerTypes,
     trees: Sequence[TokenTree],
     lengths: Sequence[int],
     positions: torch.Tensor,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
-    """The mask of one pass: a tensor (B, 1, Q, width), or a dict of such tensors by kind of layer.
+    """The mask of one pass: a tensor (B, 1, Q, width), or a dict of such tensors by type of layer.
 
     It is 0 if a row sees a key, and the dtype's lowest number if not (drawn above).
 
     Args:
-        kinds: the attention patterns of the layers.
+        types: the attention patterns of the layers.
         trees: the trees of the B sequences, of at most Q rows each.
         lengths: T of each sequence.
         positions: the position of each row, (B, Q).
@@ -148,12 +148,12 @@ def attention_masks(
         seen[b, :, :length] = True
         seen[b, :, length : length + rows] = bits[b]
     masks = {}
-    for kind in kinds.kinds:
+    for name in types.names:
         allowed = seen
-        if kind == "sliding_attention" and kinds.sliding_window:
-            allowed = seen & (query - keys < kinds.sliding_window)
-        elif kind == "chunked_attention" and kinds.chunk:
-            allowed = seen & (query // kinds.chunk == keys // kinds.chunk)
+        if name == "sliding_attention" and types.sliding_window:
+            allowed = seen & (query - keys < types.sliding_window)
+        elif name == "chunked_attention" and types.chunk:
+            allowed = seen & (query // types.chunk == keys // types.chunk)
         mask = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype, device=device)
-        masks[kind] = mask.masked_fill_(to_device(allowed, torch.bool, device), 0)[:, None]
-    return masks if len(masks) > 1 else masks[kinds.kinds[0]]
+        masks[name] = mask.masked_fill_(to_device(allowed, torch.bool, device), 0)[:, None]
+    return masks if len(masks) > 1 else masks[types.names[0]]

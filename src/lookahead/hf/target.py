@@ -193,7 +193,7 @@ class TransformersTarget(StoredTarget):
             return
         facts = self.facts
         device = self.model.device
-        yield attention_masks(facts.kinds, trees, lengths, positions, facts.dtype, device)
+        yield attention_masks(facts.layer_types, trees, lengths, positions, facts.dtype, device)
 
     def _call(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, nodes: list[int], hidden: bool = False
