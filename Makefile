@@ -73,10 +73,10 @@ test: $(READY) style
 # stay in one process, which creates their shared models and rank groups only once. Three workers, because many tests wait
 # for a process or a timeout: with two, a quarter of two cores was idle.
 suite: $(READY)
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "not slow and not soak" -n 3 --dist worksteal
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "not slow and not soak" -n 3 --dist worksteal --durations 25
 
 test-slow: $(READY)
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "slow and not soak" -n 3 --dist worksteal
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -m "slow and not soak" -n 3 --dist worksteal --durations 25
 
 # llama-cpp-python is kept out of site-packages, because other tests need an installation without it.
 LLAMACPP := $(VENV)/llamacpp

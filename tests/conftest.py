@@ -108,7 +108,11 @@ SLOW = (
     "test_hf::test_a_light_head*phi*",
     "test_gguf_files::test_transformers_reads*qwen*",
     "test_gguf_files::test_transformers_reads*gemma*",
-    "test_hub_names::test_a_model_by_name*",  # also in make test-light
+    # These also run in make test-light.
+    "test_hub_names::test_a_model_by_name*",
+    "test_hub_names::test_names_that_cannot_be_loaded*owner/[mgsn]*",
+    "test_light::test_generate*F*",
+    "test_light::test_[!g]*",
 )
 
 
