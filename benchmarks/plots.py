@@ -1,13 +1,11 @@
 """Plots drawn from records: PNG and SVG, axes with units, colour-blind safe colours.
 
-Colours are those of Okabe and Ito (2008), without yellow, which is faint on white. Lines also differ in their
-markers, so greyscale copies remain readable.
+Colours are those of Okabe and Ito (2008), without yellow, which is faint on white.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from lookahead.core import SettingsError
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 #: Printed where plots are left out.
 NO_PLOTS = "no plots, because matplotlib is not installed (pip install matplotlib)"
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 STYLE: Any = {
     "figure.dpi": 150,
     "savefig.dpi": 150,
@@ -36,11 +33,6 @@ STYLE: Any = {
 def can_draw() -> bool:
     """Whether matplotlib is installed. It is not imported."""
     return find_spec("matplotlib") is not None
-
-
-def colour(index: int) -> dict[str, Any]:
-    """Colour and marker of line number ``index``."""
-    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 4}
 
 
 def new_figure(width: float = 7.0, height: float = 4.2) -> tuple[Any, Any]:
@@ -66,12 +58,6 @@ def label(axes: Any, title: str, x: str, y: str = "", legend: bool = True) -> No
     axes.set(title=title, xlabel=x, ylabel=y)
     if legend:
         axes.legend(fontsize=8)
-
-
-def powers_of_two(axes: Any, values: Sequence[int]) -> None:
-    """Make the x axis logarithmic, with a tick at each value."""
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(values, [str(value) for value in values])
 
 
 def save(figure: Any, path: Path, caption: str = "") -> list[Path]:

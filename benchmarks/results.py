@@ -8,7 +8,7 @@ A measurement by the same command on the same processor from the same code (see 
 new comments and docstrings do not make it other code. Records survive an interrupt, so the same command continues,
 also after records have been committed. Peers are openvino-genai, on conversions of the model's file by
 convert_gguf.py, llama.cpp's own programs, if --llamacpp-bin names their folder, and vLLM, if `make vllm` was run.
-``pages`` has what the pages show of the records.
+``pages`` has what the pages show of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lookahead.bench import Records
 from lookahead.bench.record import commit, describe_machine, machine
 from lookahead.core import SettingsError
 
-from . import pages
+from . import measured, pages
 from .convert_gguf import BY_LLAMA_CPP, BY_NNCF, convert, export
 from .datasets import SETS
 from .llamacpp_examples import MODES, SERVER
@@ -78,7 +78,7 @@ TRIED = {**OPENVINO, LLAMA_SERVER: tuple(mode.replace(" ", ":") for mode in MODE
 #: Stand in a step's words for the fastest of them, and for the fastest of those without numbers.
 FASTEST, FASTEST_DEFAULT = "fastest", "fastest-default"
 #: The default drafter for a model without a base table.
-NO_TABLE = pages.NO_TABLE
+NO_TABLE = measured.NO_TABLE
 #: The measurements of README's chart are named by the size of the model, as in its file's name.
 SIZE = re.compile(r"-(\d+(?:\.\d+)?[BM])\b")
 #: How each prompt of them is decoded: five prompts of each set, in two runs, take 15 minutes with 1.5B.
@@ -438,7 +438,7 @@ def _packed(given: Sources) -> list[Step]:
             "bench-packed-head",
             "",
             0.0,
-            [name for each in pages.KINDS.values() for name in each],
+            [name for each in measured.KINDS.values() for name in each],
             given.limit,
             0.4,
         ),
@@ -478,7 +478,7 @@ def _speed(given: Sources, file: Path) -> Step:
     minutes = float(size[1][:-1]) * (1 if size[1][-1] == "B" else 0.001) * 9 + 1.5
     q4_0 = _converted(file, "Q4_0") if find_spec("llama_cpp") is not None else file
     servers = [f"{LLAMA_SERVER}:{file}", f"{LLAMA_SERVER}:{q4_0}", f"{LLAMA_SERVER}:{q4_0}:{FASTEST}"]
-    methods = [pages.DEFAULT, pages.FIXED, *dict.fromkeys(servers)]
+    methods = [measured.DEFAULT, measured.FIXED, *dict.fromkeys(servers)]
     words = _beside(file, SPEED_SETS, given, SPEED_PROMPTS, SPEED_RUNS, methods)
     return _to_records(f"speed-{size[1].lower()}", [*words, "--max-new-tokens", str(SPEED_TOKENS)], minutes)
 

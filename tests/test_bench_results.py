@@ -70,7 +70,7 @@ def test_the_picture_is_drawn_and_can_be_read(folder):
 
 
 def test_colours_can_be_told_apart():
-    """Okabe and Ito's palette; the first fifteen lines all differ."""
+    """Okabe and Ito's palette."""
     assert set(plotting.COLOURS) < {
         "#000000",
         "#E69F00",
@@ -81,7 +81,6 @@ def test_colours_can_be_told_apart():
         "#D55E00",
         "#CC79A7",
     }
-    assert len({tuple(plotting.colour(i).values()) for i in range(15)}) == 15
 
 
 @pytest.mark.parametrize("path", ["auto", "transformers"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chart, packed_step, page, pages
+from benchmarks import chart, measured, packed_step, page, pages
 from benchmarks.quiet import WHOSE_LOAD, processor
 from lookahead.bench.record import environment
 
@@ -36,9 +36,16 @@ def test_each_page_is_a_question_with_a_sentence_a_chart_and_narrow_tables():
             assert len(row) < 150, f"{name}: {row}"
 
 
+def test_the_words_of_a_page_have_a_place_for_each_of_its_values():
+    for name, (make, _) in pages.PAGES.items():
+        asked = re.findall(r"\{\{(\w+)\}\}", (pages.QUESTIONS / f"{name}.md").read_text(encoding="utf-8"))
+        assert {*asked} - {"chart", "sources"} == make().keys() - {"svg", "alt"}, name
+
+
 def test_every_measurement_is_on_a_page():
-    shown = {name for each in pages.PAGES.values() for name in (*each.shows, *each.more())}
-    assert {path.stem for path in RESULTS.glob("*.json")} <= shown | {*pages.INSTEAD.values()}
+    corpus = [path.stem for path in RESULTS.glob("corpus-*.json")]
+    shown = {name for page in pages.PAGES for name in pages.shown_on(page)}
+    assert {x.stem for x in RESULTS.glob("*.json")} <= shown | {*measured.INSTEAD.values(), *corpus}
 
 
 @pytest.mark.parametrize("name", ["README.md", "README.zh.md", "docs/index.md", "docs/zh/index.md"])
@@ -61,8 +68,8 @@ def test_a_figure_that_no_record_has_is_put_right():
 
 def test_the_text_of_a_table_has_a_section_once_it_was_measured(tmp_path, monkeypatch):
     """The records of benchmarks.corpus.measure."""
-    assert bool(pages.corpus_parts()) == bool(list(RESULTS.glob("corpus-*.json")))
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    assert bool(pages.corpus_section()) == bool(list(RESULTS.glob("corpus-*.json")))
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
     line = {
         "model": "Q-1.5B.gguf",
         "kind": "prose",
@@ -74,7 +81,7 @@ def test_the_text_of_a_table_has_a_section_once_it_was_measured(tmp_path, monkey
     }
     lines = [line | {"tokens": tokens, "s": s} for tokens, s in ((0, 1.2), (50_000, 1.4), (500_000, 1.55))]
     (tmp_path / "corpus-1.5b.json").write_text(json.dumps(lines))
-    (text,) = pages.corpus_parts()
+    text = pages.corpus_section()
     assert "| Q-1.5B, prose, 4 rows | 1.20 | 1.40 (50,000), 1.55 (500,000) |" in text
     assert "50,000" in pages.corpus_chart()
 

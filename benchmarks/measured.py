@@ -1,0 +1,127 @@
+"""What was measured, as pages read it: the JSON of a measurement, its records, and figures over kinds of text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lookahead.bench.record import Record
+from lookahead.bench.report import Figures, figures, plain_of
+
+from .llamacpp_server import LLAMA_SERVER
+from .paper import committed
+
+DOCS = Path(__file__).parent.parent / "docs"
+RESULTS = DOCS / "results"
+PLAIN, DEFAULT, FIXED, PAPERS = "plain", "adaptive", "adaptive:rows=4", "lookahead:15,5,15"
+NO_TABLE = "adaptive:sources=suffix+logits+jacobi"
+#: Kinds of text -> their data sets.
+KINDS = {"prose": ("mt-bench",), "code": ("humaneval", "mbpp", "classeval")}
+#: Sizes without records of their own on the first page -> the records that stand in for them.
+INSTEAD = {"0.5B": "bench-larger", "135M": "bench-packed"}
+NAMES = {
+    PLAIN: "plain decoding",
+    DEFAULT: "**the default**",
+    FIXED: "four rows in every step",
+    NO_TABLE: "the default, without a table",
+    PAPERS: "the paper's (15, 5, 15)",
+    LLAMA_SERVER: "llama.cpp",
+    "adaptive:head=auto": "with the light head",
+    "prompt-lookup": "prompt lookup",
+    "hf-greedy": "transformers",
+    "hf-compiled": "transformers, compiled",
+    "hf-prompt-lookup": "transformers, prompt lookup",
+    "openvino-greedy": "OpenVINO GenAI",
+    "openvino-lookup": "OpenVINO GenAI, prompt lookup",
+}
+
+
+def name_of(method: str) -> str:
+    """The name of a method in tables."""
+    if method.startswith("adaptive:table"):
+        return "the default, after `lookahead learn`"
+    head, _, rest = method.partition(":")
+    file, _, mode = rest.partition(":")
+    kind = [suffix[1:] for suffix in Path(file).suffixes[-2:-1]]
+    return NAMES.get(method) or ", ".join([NAMES.get(head, head), *kind, *filter(None, mode.split(":", 1))])
+
+
+def facts_of(name: str) -> Any:
+    """The JSON of a measurement."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def figures_of(name: str) -> Any:
+    return facts_of(name)["figures"]
+
+
+def has_records(name: str) -> bool:
+    return (RESULTS / "records" / f"{name}.jsonl.gz").is_file()
+
+
+def made(facts: Mapping[str, Any]) -> tuple[str, str]:
+    """The machine and the commit of a measurement; dashes where it names none."""
+    found = re.match(r"(.*?), \d+ threads?,.* commit ([^,]+),", facts.get("where", ""))
+    return (found[1], found[2][:7]) if found else ("–", "–")
+
+
+def where(name: str) -> str:
+    return "{}, commit {}".format(*made(facts_of(name)))
+
+
+def times(x: Figures) -> str:
+    """A speed-up with its interval."""
+    return f"{x.total:.2f} ({x.low:.2f}–{x.high:.2f})"
+
+
+def equal(x: Figures) -> str:
+    return f"{x.equal} of {x.compared}" if x.compared else "–"
+
+
+class Measured:
+    """The records of methods side by side on one model."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        _, records = committed.read(RESULTS / "records" / f"{name}.jsonl.gz")
+        self._records: list[Record] = [record for record in records if "skipped" not in record]
+        self._plain = plain_of(self._records)
+        self.methods = list(dict.fromkeys(record["method"] for record in self._records))
+        self.model = re.sub(r"\.gguf$", "", self._records[0]["model"])
+        # The default drafter; where it was not measured, the default without a base table.
+        self.default = DEFAULT if DEFAULT in self.methods else NO_TABLE
+
+    def of(self, method: str, sets: Sequence[str] = ()) -> Figures:
+        """Figures of a method over these data sets, or over all."""
+        own = [x for x in self._records if x["method"] == method and (not sets or x["workload"] in sets)]
+        return figures(own, self._plain)
+
+    def best_of_llama_cpp(self, sets: Sequence[str]) -> Figures:
+        """Figures of the fastest of llama.cpp's files and modes on these data sets."""
+        found = [self.of(name, sets) for name in self.methods if name.startswith(LLAMA_SERVER)]
+        return max(found, key=lambda x: x.total)
+
+    def fastest(self, begin: str) -> str:
+        """The fastest of the methods whose names begin so."""
+        own = [name for name in self.methods if name.startswith(begin)]
+        return max(own, key=lambda name: self.of(name).rate_all)
+
+
+def shown_models() -> dict[str, Measured]:
+    """Size -> the records of the first page, ``speed-SIZE``, the largest model first."""
+    files = [path.name.removesuffix(".jsonl.gz") for path in (RESULTS / "records").glob("speed-*.jsonl.gz")]
+    names = INSTEAD | {name.removeprefix("speed-").upper(): name for name in files}
+
+    def parameters(size: str) -> float:
+        return float(size[:-1]) * {"B": 1000, "M": 1}[size[-1]]
+
+    sizes = sorted(filter(lambda size: has_records(names[size]), names), key=parameters, reverse=True)
+    return {size: Measured(names[size]) for size in sizes}
+
+
+def corpus_lines() -> list[dict[str, Any]]:
+    """The lines of ``benchmarks.corpus.measure``, of all models."""
+    return [line for path in sorted(RESULTS.glob("corpus-*.json")) for line in json.loads(path.read_text())]
