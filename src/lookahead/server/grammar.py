@@ -7,6 +7,7 @@ an ordinary logits processor, so drafting works with it.
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ ALLOWANCE = 0.25
 ALLOWANCE_PER_TOKEN = 0.005
 #: Seconds for which the decoding thread waits for a mask, which is computed beside the forward pass. A sequence whose
 #: mask takes longer continues in a later step, so that the others do not wait for it.
-PATIENCE = 0.002
+PATIENCE = 0.001
 #: Annotations of a schema, which do not restrict the output.
 ANNOTATIONS = ("description", "title", "$comment")
 #: How voluntary calls begin and end, as in ``tools``: what the model writes first, the whole beginning, and the end.
@@ -69,7 +70,8 @@ class Grammars:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._pool = ThreadPoolExecutor(thread_name_prefix="lookahead-grammar")
+        # With more threads, masks of many sequences would take the processor from the forward passes.
+        self._pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), "lookahead-grammar")
 
     @cached_property
     def _tokenizer(self) -> Any:
