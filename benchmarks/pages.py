@@ -258,7 +258,26 @@ def same_text() -> Values:
         "records": table(["records", "weights", "path", "equal"], rows, texts=3),
         "cost": table(["", "plain", "exact, plain", "exact, drafted"], cost),
         "tests": table(["drafter", "passed", "every completion equal"], tests),
+        "engines": engines_section(),
     }
+
+
+#: The measurement of the referee on several engines (``benchmarks.text``).
+REFEREE = "text"
+
+
+def engines_section() -> str:
+    """What the referee says of each engine; nothing before it was measured."""
+    if not (RESULTS / f"{REFEREE}.json").is_file():
+        return ""
+    verdicts = ("equal", "rounding", "wrong", "not judged")
+    rows = [
+        [engine, compared, *(str(each["counts"].get(verdict, 0)) for verdict in verdicts)]
+        for engine, lines in figures_of(REFEREE)["lines"].items()
+        for compared, each in lines.items()
+    ]
+    words = (QUESTIONS / "text.txt").read_text(encoding="utf-8")
+    return words.replace("{{table}}", table(["engine", "compared", *verdicts], rows, texts=2)).strip()
 
 
 def s_by_rows() -> Values:
@@ -672,8 +691,10 @@ PAGES: dict[str, tuple[Callable[[], Values], tuple[str, ...]]] = {
 
 def shown_on(name: str) -> list[str]:
     """The measurements that a page shows."""
-    first = [own.name for own in shown_models().values()] if name == "speed" else []
-    return list(dict.fromkeys([*first, *PAGES[name][1]]))
+    more = [own.name for own in shown_models().values()] if name == "speed" else []
+    if name == "same-text" and (RESULTS / f"{REFEREE}.json").is_file():
+        more = [REFEREE]
+    return list(dict.fromkeys([*more, *PAGES[name][1]]))
 
 
 def origin(measurement: str) -> str:

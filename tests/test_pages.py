@@ -86,6 +86,18 @@ def test_the_text_of_a_table_has_a_section_once_it_was_measured(tmp_path, monkey
     assert "50,000" in pages.corpus_chart()
 
 
+def test_the_referee_has_a_section_once_it_judged_engines(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    assert pages.engines_section() == ""
+    counts = {"equal": 10, "rounding": 2, "wrong": 0}
+    (tmp_path / "text.json").write_text(
+        json.dumps({"figures": {"lines": {"x": {"drafts": {"counts": counts}}}}})
+    )
+    assert "\n| x | drafts | 10 | 2 | 0 | 0 |" in pages.engines_section()
+    assert pages.shown_on("same-text")[0] == "text"
+
+
 def test_a_chart_names_its_bars_and_lines():
     drawn = chart.bars(
         "Title", [("group", [("a & b", 2.0, "2.0 ×", "best"), ("c", 1.0, "1", "other")])], "foot"
