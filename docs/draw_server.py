@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from lookahead.option import offered
+from lookahead.server.messages_api import MessagesRequest
 from lookahead.server.metrics import Metrics
 from lookahead.server.protocol import ChatRequest, CompletionRequest, Generating, LookaheadFields
 from lookahead.server.response_api import ResponsesRequest
@@ -38,6 +39,7 @@ def tables():
         "completions": fields(CompletionRequest, both),
         "chat": fields(ChatRequest, both),
         "responses": fields(ResponsesRequest),
+        "messages": fields(MessagesRequest),
         "lookahead": fields(LookaheadFields),
         "settings": settings,
         "metrics": metrics,

@@ -35,6 +35,7 @@ from .connections import http_config
 from .engine_thread import EngineThread
 from .gate import Gate
 from .logs import log_failure, log_to_stderr
+from .messages_api import CountRequest, MessageAnswer, MessagesRequest
 from .protocol import (
     ChatRequest,
     CompletionRequest,
@@ -53,6 +54,8 @@ REQUESTS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -102,6 +105,15 @@ async def _http_error(request: Request, error: Any) -> Response:
     codes = {404: "not_found", 405: "method_not_allowed", 413: "too_large", 400: "invalid_body"}
     message = messages.get(error.status_code, str(error.detail))
     return error_response(message, error.status_code, codes.get(error.status_code))
+
+
+def _translated(chat: Callable[[], ChatRequest]) -> ChatRequest:
+    """The chat that a request of another API stands for."""
+    try:
+        return chat()
+    except ValidationError as error:
+        places = [one | {"loc": ("body", *one["loc"])} for one in error.errors()]
+        raise RequestValidationError(places) from None
 
 
 async def _answer(
@@ -262,13 +274,19 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         messages = [*server.conversations.of(body.previous_response_id), *body.messages()]
-        try:
-            chat = body.chat(messages)
-        except ValidationError as error:
-            places = [one | {"loc": ("body", *one["loc"])} for one in error.errors()]
-            raise RequestValidationError(places) from None
+        chat = _translated(lambda: body.chat(messages))
         answer = partial(ResponseAnswer, asked=body, messages=messages, conversations=server.conversations)
         return await _answer(server, request, chat, lambda: server.ready.chat(chat, answer))
+
+    @app.post("/v1/messages")
+    async def anthropic_messages(body: MessagesRequest, request: Request) -> Response:
+        chat = _translated(body.chat)
+        return await _answer(server, request, chat, lambda: server.ready.chat(chat, MessageAnswer))
+
+    @app.post("/v1/messages/count_tokens")
+    def count_tokens(body: CountRequest) -> dict[str, int]:
+        server.check_model(body.model)
+        return {"input_tokens": len(server.ready.chat_tokens(_translated(body.chat)))}
 
     def described() -> dict[str, Any]:
         return {

@@ -129,7 +129,7 @@ class Gate:
             )
         if path in OPEN:
             return None
-        given = headers.get(b"authorization", b"")
+        given = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")  # Anthropic's
         if self._key is not None and not hmac.compare_digest(given, self._key):
             return error_response("the API key is missing or wrong", 401, "invalid_api_key")
         length = headers.get(b"content-length", b"0")

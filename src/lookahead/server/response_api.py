@@ -246,7 +246,7 @@ class ResponseAnswer(ChatAnswer):
     def opening(self) -> list[bytes]:
         response = self._response("in_progress")
         kinds = ("response.created", "response.in_progress")
-        return [self._written(self._event(kind, response=response)) for kind in kinds]
+        return [written(self._event(kind, response=response)) for kind in kinds]
 
     def take(self, update: Update) -> list[dict[str, Any]]:
         """Process an update. Returns the events to send."""
@@ -263,25 +263,21 @@ class ResponseAnswer(ChatAnswer):
         return events
 
     def chunk(self, *events: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
-        return b"".join(map(self._written, events))
+        return b"".join(map(written, events))
 
     def ending(self) -> list[bytes]:
         response = self.whole()
-        return [self._written(self._event(f"response.{response['status']}", response=response))]
+        return [written(self._event(f"response.{response['status']}", response=response))]
 
     def failure(self, error: LookaheadError) -> bytes:
         status, code = status_of(error)
         error_of = {"code": code or str(status), "message": str(error)}
         response = self._response("failed") | {"error": error_of}
-        return self._written(self._event("response.failed", response=response))
+        return written(self._event("response.failed", response=response))
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
-
-    @staticmethod
-    def _written(event: dict[str, Any]) -> bytes:
-        return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
 
     def _at(self) -> dict[str, Any]:
         """The place of the last item, in the fields of an event."""
@@ -404,6 +400,11 @@ class ResponseAnswer(ChatAnswer):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
         }
+
+
+def written(event: dict[str, Any]) -> bytes:
+    """An event that is named by its type."""
+    return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
 
 
 def _item(kind: str) -> dict[str, Any]:
