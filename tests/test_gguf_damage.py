@@ -247,6 +247,9 @@ def test_an_architecture_that_only_transformers_knows(writer):
         ("attention.key_length", 64, "the size of a head, 64, must be 512"),
         ("attention.head_count", "many", "head_count must be a number from 0 to 512, got 'many'"),
         ("context_length", 2**31, "context_length must be a number from 0 to 1,073,741,824"),
+        ("rope.freq_base", 0.0, "rope.freq_base must be finite and above 0, got 0.0"),
+        ("attention.layer_norm_rms_epsilon", float("nan"), "epsilon must be finite and above 0, got nan"),
+        ("attention.layer_norm_epsilon", float("inf"), "epsilon must be finite and above 0, got inf"),
     ):
         metadata = dict(file.metadata)
         file.metadata[f"stablelm.{key}"] = value

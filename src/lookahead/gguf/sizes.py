@@ -63,6 +63,8 @@ _COUNTS = (
     "rope.dimension_count",
     "expert_count",
 )
+#: Keys of settings that make all logits NaN unless they are finite and above 0.
+_POSITIVE = ("rope.freq_base", "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 #: Tokens that begin or end a sequence.
 _ROLES = ("bos", "eos", "eot", "eom")
 #: Some files write -1 as an unsigned number for a missing token.
@@ -220,7 +222,7 @@ def read_sizes(read: Metadata) -> Sizes:
 
 
 def check_counts(file: GGUFFile) -> None:
-    """Check the counts of a file of any architecture against its tensors, where these determine them.
+    """Check a file of any architecture: counts where its tensors determine them, and settings that must be positive.
 
     Raises:
         SettingsError: counts and tensors contradict each other.
@@ -240,6 +242,10 @@ def check_counts(file: GGUFFile) -> None:
                 raise contradiction(
                     file, f"{architecture}.{key} must be a number from 0 to {most:,}, got {number!r:.60}"
                 )
+    for key in _POSITIVE:
+        number = file.metadata.get(f"{architecture}.{key}", 1.0)
+        if isinstance(number, int | float) and not 0 < number <= LARGEST:
+            raise contradiction(file, f"{architecture}.{key} must be finite and above 0, got {number}")
 
 
 def _check_heads(file: GGUFFile, architecture: str, hidden: int) -> None:
