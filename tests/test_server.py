@@ -22,8 +22,11 @@ from lookahead.core.verify import as_choose
 from lookahead.drafters import PromptLookup, names
 from lookahead.drafters.prompt_lookup import PromptLookupDraftState
 from lookahead.hf.testing import tiny_model
+from lookahead.server import gate
+from lookahead.server.app import create_app
 from lookahead.server.grammar import Grammars
 from lookahead.server.protocol import ChatRequest
+from lookahead.server.settings import Settings
 from lookahead.server.tools import demanded
 from serving import Served, serving
 from toy import VOCABULARY, save
@@ -754,6 +757,28 @@ def test_keys_and_cross_origin(llm):
         assert reply.headers["access-control-allow-origin"] == "https://x.org"
         asked = {"Origin": "https://x.org", "Access-Control-Request-Method": "POST"}
         assert httpx.options(f"{served.url}/v1/completions", headers=asked).status_code == 200
+
+
+def test_keys_are_compared_in_a_time_that_says_nothing_about_them(monkeypatch):
+    compared = []
+    monkeypatch.setattr(gate.hmac, "compare_digest", lambda *keys: compared.append(keys) or True)
+    app = create_app(Settings(api_key="s3cret"))
+
+    async def ask():
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client:
+            return await client.get("/v1/models", headers={"Authorization": "Bearer wrong"})
+
+    assert asyncio.run(ask()).status_code == 503  # the key passed, and the model is not loaded
+    assert compared == [(b"Bearer wrong", b"Bearer s3cret")]
+
+
+def test_without_a_prefix_cache_no_request_shows_what_others_asked(llm):
+    with serving(llm, prefix_cache=0) as served:
+        usages = [post(served, max_tokens=3, seed=1)["usage"] for _ in range(2)]
+    assert usages[0] == usages[1]
+    assert not usages[0]["prompt_tokens_details"]["cached_tokens"]
 
 
 def test_the_models_full_name_is_accepted_unless_another_is_set(llm):

@@ -83,12 +83,14 @@ def test_yaml_can_be_read(name):
     assert yaml.safe_load((DEPLOY / name).read_text())
 
 
-def test_every_limit_in_security_md_names_a_test_that_there_is():
+def test_every_promise_in_security_md_names_a_test_that_there_is():
     page = (ROOT / "SECURITY.md").read_text()
-    rows = re.findall(r"^\| .* \| .* \| (`test_.*) \|$", page, re.M)
+    rows = re.findall(r"^\| .* \| .* \| `?test_.* \|$", page, re.M)
     assert len(rows) > 10
-    sources = "".join(path.read_text() for path in (ROOT / "tests").glob("test_server*.py"))
-    for name in re.findall(r"`(test_\w+)`", " ".join(rows)):
+    sources = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    names = re.findall(r"`(test_\w+)`", page)
+    assert len(names) > len(rows) + 10
+    for name in names:
         assert f"def {name}(" in sources, name
     assert (MOST_KEPT, MOST_CHARACTERS) == (256, 64 << 20)
     for number in (MOST_STOPS, LONGEST_STOP, LARGEST, ALLOWANCE, 1000 * PATIENCE, DEEPEST, SENDING, MOST):
