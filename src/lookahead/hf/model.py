@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import SettingsError, Target
 from ..model import NO_LIMIT, HeadParts, Model, Probe, Shape, positions_of
-from .facts import keys_and_values
 from .fingerprint import checksum, current, forget, known, unchanged
 from .paths import check_module, make_target, probe
 
@@ -75,6 +74,8 @@ class HFModel(Model):
     def token_bytes(self) -> int:  # type: ignore[override]
         """Read from a pass over one token: only some layers of a hybrid model have keys and values, and those of
         multi-head latent attention differ in size. 0 if no layer has any, as in Mamba."""
+        from .facts import keys_and_values
+
         with self.lock():
             pairs = keys_and_values(self.module, self._config)
         return sum(one.nbytes for pair in pairs if pair is not None for one in pair)
