@@ -11,7 +11,7 @@ from math import ceil, floor, log2, log10
 from textwrap import wrap
 
 #: Wide enough for a page, and narrow enough for the words to be read on a phone.
-WIDTH = 520
+WIDTH = 460
 #: Colours of lines on light and on dark pages: those of Okabe and Ito (2008) that can be read on both grounds.
 LINES = (
     ("#1f5fbf", "#8ab4ff"),
@@ -49,7 +49,7 @@ def _svg(height: float, parts: Sequence[str], title: str) -> str:
 
 def _foot(y: float, words: str, parts: list[str]) -> float:
     """Add small print below a chart; returns the height of the picture."""
-    for line in wrap(words, 84, break_on_hyphens=False):
+    for line in wrap(words, 74, break_on_hyphens=False):
         y += 16
         parts.append(_text(8, y, line, "s"))
     return y + 10
@@ -119,4 +119,4 @@ def lines(
 
 def _width(text: str) -> float:
     """Roughly how wide words are, in pixels."""
-    return sum(12.5 if ord(letter) > 0x2E80 else 6.6 for letter in text)
+    return sum(12.5 if ord(letter) > 0x2E80 else 7.0 for letter in text)

@@ -251,7 +251,7 @@ def same_text() -> Values:
         for x in figures_of("pass-rate")
     ]
     return {
-        "svg": chart.bars("Completions that drafting changed, transformers in bf16", groups, where("exact")),
+        "svg": chart.bars("Completions that drafting changed, bf16", groups, where("exact")),
         "alt": "; ".join(f"{heading}: {told(bars)}" for heading, bars in groups),
         "equal": f"{same:,}",
         "compared": f"{all_of_them:,}",
@@ -431,9 +431,7 @@ def start() -> Values:
     ours = {what: median(values) for what, values in found["ours"].items()}
     rows = [[names[key], *(own.get(what, "–") for what in columns)] for key, own in cells.items()]
     return {
-        "svg": chart.bars(
-            "From the command to the end of a completion of one token", [("", bars)], where("startup")
-        ),
+        "svg": chart.bars("Start: until a completion of one token has ended", [("", bars)], where("startup")),
         "alt": told(bars),
         "start": f"{ours['start']:.1f}",
         "memory": f"{ours['memory']:.0f}",
@@ -591,7 +589,7 @@ def weights() -> Values:
     ours = lines["packed (ours)"]
     return {
         "svg": chart.bars(
-            "Positions whose likeliest token differs from fp32's", [("", bars)], where("packed-accuracy")
+            "Positions with another likeliest token than fp32", [("", bars)], where("packed-accuracy")
         ),
         "alt": told(bars),
         "ours": f"{100 * ours['top1']:.1f}",

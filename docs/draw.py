@@ -321,14 +321,14 @@ def draw_costs_image(chinese: bool = False) -> str:
         parts.append(words(8, y - 6, title, more='font-weight="600"'))
         for rows in (1, 4, 16, 64) if 4 in times else (1, 16, 64):
             times_one = times[rows] / times[1]
-            wide = 330 * min(times_one, 12) / 12
+            wide = 190 * min(times_one, 12) / 12
             more = " +" if times_one > 12 else ""
             named = f"{rows} 行" if chinese else f"{rows} row{'s' * (rows > 1)}"
             parts += [words(24, y + 11, named), box(84, y, wide, 14, COLOURS[0])]
             parts.append(words(90 + wide, y + 11, f"{times_one:.1f} x{more}"))
             y += 19
     title = "一步的耗时，以一行的步为单位" if chinese else "Time of a step, in steps of one row"
-    return svg(500, y + 10, parts, title)
+    return svg(360, y + 10, parts, title)
 
 
 def draw_window_image(chinese: bool = False) -> str:
