@@ -108,6 +108,11 @@ SLOW = (
     "test_hf::test_a_light_head*phi*",
     "test_gguf_files::test_transformers_reads*qwen*",
     "test_gguf_files::test_transformers_reads*gemma*",
+    "test_machine_code::test_packing*Q[456]_[01]*",
+    "test_machine_code::test_packing*Q[56]_K*",
+    "test_machine_code::test_packing*F32*",
+    "test_paper::test_the_joint_distribution*",
+    "test_paper::test_rouge*",
     # These also run in make test-light.
     "test_hub_names::test_a_model_by_name*",
     "test_hub_names::test_names_that_cannot_be_loaded*owner/[mgsn]*",
