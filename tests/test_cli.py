@@ -23,7 +23,9 @@ from families import tiny_model
 from gguf_files import write_gguf
 from lookahead.cli import app
 from lookahead.cli.adapter import with_options
+from lookahead.cli.bench import progress
 from lookahead.cli.command import Command as HelpCommand
+from lookahead.cli.console import LongProgress
 from lookahead.cli.demo import ROUNDS
 from lookahead.core.target import BIT_EQUAL
 from lookahead.drafters import METHODS
@@ -1210,3 +1212,10 @@ def test_the_reference_of_verify_has_no_penalties_of_the_checkpoint(model, tmp_p
     words = ("verify", folder, "--reference", "generate", "--max-new-tokens", 24, "--dtype", "float32")
     code, out, err = call(*words)
     assert code == 0, out + err
+
+
+def test_a_log_gets_lines_of_progress(capsys, monkeypatch):
+    monkeypatch.setattr(LongProgress, "LINES", -1)
+    with progress() as show:
+        show(3, 40, "stdlib/2, adaptive cold")
+    assert capsys.readouterr().err == "3 of 40, now stdlib/2, adaptive cold\n"

@@ -3,10 +3,15 @@
 import json
 import re
 import runpy
+import shutil
+import subprocess
+import time
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import yaml
 
@@ -76,6 +81,41 @@ def test_the_files_of_deploy_are_whole():
     assert re.search(rf"install -d -o lookahead -g lookahead {cache}$", docker, re.M)
     assert f"XDG_CACHE_HOME={cache}" in docker
     assert "lookahead serve" in (DEPLOY / "lookahead.service").read_text()
+
+
+@pytest.mark.slow
+def test_the_image_answers_without_writing_and_compiles_nothing():
+    """Where docker is: built, started as its user with a read-only root and an empty cache, and asked."""
+    if shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode:
+        pytest.skip("no docker here")
+    subprocess.run(
+        ["docker", "build", "-q", "-f", "deploy/Dockerfile", "-t", "lookahead-test", "."],
+        cwd=ROOT,
+        check=True,
+    )
+    command = ["docker", "run", "-d", "--read-only", "-p", "127.0.0.1::8000", "lookahead-test"]
+    container = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    try:
+        port = subprocess.run(
+            ["docker", "port", container, "8000"], check=True, capture_output=True, text=True
+        )
+        url = f"http://{port.stdout.split()[0]}"
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            time.sleep(0.5)
+        reply = httpx.post(
+            f"{url}/v1/completions", json={"prompt": "January = 1;", "max_tokens": 4}, timeout=60
+        )
+        assert reply.status_code == 200
+        done = subprocess.run(["docker", "logs", container], capture_output=True, text=True, check=True)
+        logged = done.stdout + done.stderr
+        assert "compil" not in logged.replace("loading and compiling", "")
+        assert logged.count("must be a writable folder") == 1
+    finally:
+        subprocess.run(["docker", "rm", "-f", container], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("name", ["prometheus.yaml", "grafana/datasource.yaml", "grafana/dashboards.yaml"])

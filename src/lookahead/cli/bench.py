@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,7 +20,7 @@ from ..options import DRAFTERS, OF_LLAMA_CPP, LoadOptions, MachineOptions, Optio
 from ..records import check_writable
 from .adapter import with_options
 from .command import Command
-from .console import note, progress_bar
+from .console import LongProgress, note, progress_bar
 from .shared import numbers
 
 if TYPE_CHECKING:
@@ -78,10 +79,19 @@ def _load(load: LoadOptions, path: str, **more: Any) -> ModelUnderTest:
 
 @contextmanager
 def progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar; call it with (finished, total, the next item)."""
+    """A progress bar, or lines in a log; call it with (finished, total, the next item)."""
     with progress_bar() as bar:
         task = bar.add_task("")
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+        last = monotonic()
+
+        def show(done: int, total: int, what: str) -> None:
+            nonlocal last
+            bar.update(task, completed=done, total=total, description=what)
+            if bar.disable and monotonic() - last > LongProgress.LINES:
+                last = monotonic()
+                note(f"{done} of {total}, now {what}")
+
+        yield show
 
 
 @app.command(MEASURE, cls=Command, hidden=True, epilog=MORE)
