@@ -476,7 +476,12 @@ def _speed(given: Sources, file: Path) -> Step:
             f"--model must have its size in its name, as in Llama-3.2-1B.gguf, got {file.name}"
         )
     minutes = float(size[1][:-1]) * (1 if size[1][-1] == "B" else 0.001) * 9 + 1.5
-    q4_0 = _converted(file, "Q4_0") if find_spec("llama_cpp") is not None else file
+    q4_0 = Path(f"build/results/{_stem(file)}.Q4_0.gguf")  # made here, or before
+    if find_spec("llama_cpp") is not None:
+        q4_0 = _converted(file, "Q4_0")
+    elif not (ROOT / q4_0).is_file():
+        q4_0 = _linked(file)
+    file = _linked(file)  # records must not reveal this machine's folders
     servers = [f"{LLAMA_SERVER}:{file}", f"{LLAMA_SERVER}:{q4_0}", f"{LLAMA_SERVER}:{q4_0}:{FASTEST}"]
     methods = [measured.DEFAULT, measured.FIXED, *dict.fromkeys(servers)]
     words = _beside(file, SPEED_SETS, given, SPEED_PROMPTS, SPEED_RUNS, methods)
@@ -511,6 +516,15 @@ def _converted(model: Path, kind: str) -> Path:
     file = Path(f"build/results/{_stem(model)}.{kind}.{'openvino' if kind in BY_NNCF else 'gguf'}")
     _convert(model, ROOT / file, kind)
     return file
+
+
+def _linked(file: Path) -> Path:
+    """A link to a file, below the repository's folder."""
+    link = Path("build/results") / file.name
+    if not (ROOT / link).exists() and not (ROOT / link).is_symlink():
+        (ROOT / link).parent.mkdir(parents=True, exist_ok=True)
+        (ROOT / link).symlink_to(file.resolve())
+    return link
 
 
 def _stem(model: Path) -> str:

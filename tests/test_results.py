@@ -81,9 +81,9 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     assert "--limit 5 --repeats 3" in words
     assert "ngram-mod" not in words
     assert " ".join(pages["speed-1.5b"].chosen()).endswith(
-        "side_by_side build/models/Q-1.5B-Instruct.Q4_K_M.gguf --workload mt-bench --workload humaneval "
+        "side_by_side build/results/Q-1.5B-Instruct.Q4_K_M.gguf --workload mt-bench --workload humaneval "
         f"--data {tmp_path}/data --limit 5 --repeats 2 --no-warm --method adaptive adaptive:rows=4 "
-        "llamacpp-server:build/models/Q-1.5B-Instruct.Q4_K_M.gguf "
+        "llamacpp-server:build/results/Q-1.5B-Instruct.Q4_K_M.gguf "
         "llamacpp-server:build/results/Q-1.5B-Instruct.Q4_0.gguf "
         "llamacpp-server:build/results/Q-1.5B-Instruct.Q4_0.gguf:ngram-mod:6,2,8 --max-new-tokens 96 "
         "--out build/results/speed-1.5b"
