@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from importlib import import_module
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import llm
@@ -116,14 +116,15 @@ class LookaheadModel(llm.Model):
         return self._loaded[1]
 
 
-def _server(name: str, needed_by: str) -> Any:
-    """A module of the server, which has grammars and tool calls.
+@contextmanager
+def _server(needed_by: str) -> Iterator[None]:
+    """A context for imports from the server, which has grammars and tool calls.
 
     Raises:
-        SettingsError: what it needs is not installed.
+        SettingsError: what they need is not installed.
     """
     try:
-        return import_module(f"..server.{name}", __package__)
+        yield
     except ImportError:
         raise SettingsError(
             f"{needed_by} needs the extras serve and grammar; install them with pip install '.[serve,grammar]' in "
@@ -132,8 +133,9 @@ def _server(name: str, needed_by: str) -> Any:
 
 
 def _grammar(model: LLM, schema: Any) -> Any:
-    grammar = _server("grammar", "a schema")
-    return grammar.Grammars(model).process(grammar.Constraint("json", schema, "schema"))
+    with _server("a schema"):
+        from ..server.grammar import Constraint, Grammars
+    return Grammars(model).process(Constraint("json", schema, "schema"))
 
 
 def _described(tool: llm.Tool) -> dict[str, Any]:
@@ -150,12 +152,13 @@ def _with_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]], mod
     """
     if not tools and not any(message["role"] == "tool" for message in messages):
         return chat_prompt(messages, model.tokenizer), None
-    server = _server("tools", "a tool")
+    with _server("a tool"):
+        from ..server.tools import CallReader, with_tools
     template = str(getattr(model.tokenizer, "chat_template", None) or "")
-    chat = server.with_tools(messages, tools, template)
+    chat = with_tools(messages, tools, template)
     variables = {"tools": tools} if tools and "tools" in template else {}
     ids = encode(chat, model.tokenizer, model.tokenizer_error, model.vocabulary, model.context, variables)
-    return ids, server.CallReader({tool["function"]["name"] for tool in tools}, first_only=False)
+    return ids, CallReader({tool["function"]["name"] for tool in tools}, first_only=False)
 
 
 def _call(call: dict[str, Any]) -> llm.ToolCall:
