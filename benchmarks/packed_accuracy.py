@@ -58,7 +58,8 @@ def ours(llm: Any) -> Callable[[Sequence[int]], Numbers]:
         cache = compiled.new_cache(LONGEST)
         memory = np.zeros(len(ids) * each + 64, np.uint8)
         cache.make_room(0, len(ids))
-        compiled.run(ids, range(len(ids)), [Segment(0, 0, len(ids), None)], range(len(ids)), cache, memory)
+        positions, segments = range(len(ids)), [Segment(0, 0, len(ids), None)]
+        compiled.run(ids, positions, segments, positions, cache, memory, memory.ctypes.data)
         rows = torch.from_numpy(memory[: len(ids) * stride].reshape(len(ids), stride))
         rows = rows.view(getattr(torch, compiled.dtype))
         return log_probabilities(rows[:, : compiled.vocabulary].float().numpy())

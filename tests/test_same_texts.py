@@ -458,11 +458,14 @@ def changed(amount, seed):
     rng = np.random.default_rng(seed)
 
     def process(ids, scores):
+        numbers = np.asarray(scores)
+        noise = rng.standard_normal(numbers.shape) * amount * numbers[np.isfinite(numbers)].std()
+        noise = noise.astype(numbers.dtype)
+        if numbers is scores:
+            return scores + noise
         import torch
 
-        noise = torch.from_numpy(rng.standard_normal(scores.shape)).to(scores.dtype)
-        finite = scores[scores.isfinite()]
-        return scores + noise * amount * finite.std()
+        return scores + torch.from_numpy(noise)
 
     return process
 

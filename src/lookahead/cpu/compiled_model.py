@@ -235,7 +235,7 @@ class CompiledModel:
     @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of a token."""
-        return len(self._layers) * 2 * self.key_heads * self.padded_head * self.fmt.stored.bytes
+        return len(self._layers) * 2 * self.key_heads * self.padded_head * self.fmt.cached.bytes
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache of this model's shape."""

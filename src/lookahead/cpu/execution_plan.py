@@ -16,7 +16,7 @@ from ..core import TokenTree
 from ..core.kv_storage import KVStorage
 from ..machine_code import kernel
 from ..sampling.top import scratch_words
-from .formats import ROW_BLOCK, ArrayMemory, Format, round_up
+from .formats import BF16, ROW_BLOCK, ArrayMemory, Format, round_up
 from .packed import GROUP
 
 #: Number of columns whose keys are interleaved in the cache, and of columns whose scores are computed at once.
@@ -279,7 +279,7 @@ class ExecutionState:
 
 
 class KVCache(KVStorage):
-    """Keys and values in the model's dtype, written in place and moved only by a commit.
+    """Keys and values in the format's type (``Format.cached``), written in place and moved only by a commit.
 
     Each slot has its own array (layers, 2K, C, D), so a growing slot moves no other slot. The first K heads are keys,
     the others values; ``attention`` describes the order within a head. The padding of D stays zero. The capacity C is
@@ -297,15 +297,15 @@ class KVCache(KVStorage):
         fmt: the model's format.
 
     Attributes:
-        storage: an array of integers for each slot, with the bits of the dtype. Zeros take no memory until they are
+        storage: an array of integers for each slot, with the bits of that type. Zeros take no memory until they are
             overwritten.
     """
 
     def __init__(self, layers: int, key_heads: int, head_size: int, capacity: int, fmt: Format) -> None:
         self.key_heads = key_heads
         self._key_pair = fmt.key_pair
-        self._dtype = np.dtype(f"i{fmt.stored.bytes}")
-        self._shown_as = self._dtype if fmt.stored.is_bf16 else np.dtype(np.float32)
+        self._dtype = np.dtype(f"i{fmt.cached.bytes}")
+        self._shown_as = self._dtype if fmt.cached == BF16 else np.dtype(f"f{fmt.cached.bytes}")
         self._shape = layers, 2 * key_heads, round_up(max(capacity, 1), SCORE_BLOCK), head_size
         self.storage: list[np.ndarray[Any, Any]] = []
         self._layouts: list[tuple[int, int, int]] = []
@@ -352,7 +352,7 @@ class KVCache(KVStorage):
     def read(self, slot: int, length: int) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
         """Copies of the keys and values of a slot's first ``length`` tokens, per layer, (1, K, length, padded D).
 
-        bf16 is returned as int16.
+        fp32 or fp16; bf16 is returned as int16.
         """
         array = self.storage[slot]
         heads = self.key_heads

@@ -259,7 +259,7 @@ class CpuTarget(StoredTarget):
         self._last = self._memory = None
 
     def read(self, slot: int) -> list[tuple[Array, Array]]:
-        """Copies of the slot's keys and values, per layer, each (1, K, T, D); bf16 as int16."""
+        """Copies of the slot's keys and values, per layer, each (1, K, T, D); fp32, fp16, or bf16 as int16."""
         return self.compiled.read(self.cache, slot, self.lengths[slot])
 
     def release(self, slot: int) -> None:

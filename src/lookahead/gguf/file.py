@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import SettingsError
+from .strings import find_strings
 
 #: Block type number -> (name, elements of a block, bytes of a block), from ggml.h.
 BLOCK_TYPES = {
@@ -101,6 +102,8 @@ MOST_DIMENSIONS = 4
 PREFIX, LONGER = 1 << 23, 8
 #: Bytes in the middle of each tensor that are part of a file's digest.
 SAMPLE = 4096
+#: From this many strings on, they are first read together.
+MANY = 1000
 #: Bytes of the smallest entry of each table: an empty name and one value or dimension.
 SMALLEST_ENTRY, SMALLEST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 
@@ -412,6 +415,8 @@ class _Reader:
 
     def strings(self, count: int) -> list[str]:
         """Consecutive strings. A tokenizer has more than 100,000, so this loop calls no method of this class."""
+        if count >= MANY and (found := self.many_strings(count)) is not None:
+            return found
         data = self.data
         length_at = struct.Struct("<Q").unpack_from
         texts = list[str]()
@@ -435,6 +440,27 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise _Damaged(f"the string at byte {begin:,} must be UTF-8: {error.reason}") from None
         self.at = begin - 8
+        return texts
+
+    def many_strings(self, count: int) -> list[str] | None:
+        """Consecutive strings, in a fifth of the time. None if one has a zero, or anything is wrong."""
+        begins = np.empty(count, np.int64)
+        try:
+            end = find_strings(np.frombuffer(self.data, np.uint8), self.at, begins)
+        except SettingsError:  # there is no machine code for this processor
+            return None
+        if end < 0:
+            return None
+        # The eight bytes of each length become zeros, which then separate the strings.
+        content = np.frombuffer(self.data[self.at : end], np.uint8).copy()
+        content[(begins - self.at)[:, None] + np.arange(8)] = 0
+        if np.count_nonzero(content) != len(content) - 8 * count:
+            return None
+        try:
+            _, *texts = content.tobytes().decode().split("\0" * 8)
+        except UnicodeDecodeError:
+            return None
+        self.at = end
         return texts
 
     def value(self, kind: int, key: str) -> Any:

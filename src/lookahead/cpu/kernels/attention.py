@@ -79,8 +79,8 @@ def _score_of(fmt: Format) -> Any:
     """
     if fmt.kind == "tiles":
         return _scores_on_tiles
-    load = CODE[fmt.stored].load_columns
-    key_bytes = KEY_BLOCK * fmt.stored.bytes
+    load = CODE[fmt.cached].load_columns
+    key_bytes = KEY_BLOCK * fmt.cached.bytes
 
     # The scores of a fixed number of queries, whose sums stay in registers over all dimensions of the head.
     def queries_of(queries: int) -> Any:
@@ -127,7 +127,7 @@ def _score_of(fmt: Format) -> Any:
 
 def _weighted_sum_of(fmt: Format) -> Any:
     """Make (weights, line, values, columns, out, head, count): out (count, D) += weights @ values of columns."""
-    load, size = CODE[fmt.stored].load_columns, fmt.stored.bytes
+    load, size = CODE[fmt.cached].load_columns, fmt.cached.bytes
 
     # A fixed block of queries and vectors of values, whose sums stay in registers over all columns.
     def sums_of(queries: int, vectors: int) -> Any:
@@ -206,7 +206,7 @@ def cap_scores(scores: int, vectors: int, cap: Any) -> None:
 def _weigh_of(fmt: Format) -> Any:
     """Make ``weigh`` of a format."""
     score = _score_of(fmt)
-    query_bytes, stored = fmt.query.bytes, fmt.stored.bytes
+    query_bytes, stored = fmt.query.bytes, fmt.cached.bytes
 
     def weigh(
         p: Any,
@@ -272,7 +272,7 @@ def _weigh_of(fmt: Format) -> Any:
 def _sum_values_of(fmt: Format) -> Any:
     """Make ``sum_values`` of a format."""
     weighted_sum = _weighted_sum_of(fmt)
-    stored = fmt.stored.bytes
+    stored = fmt.cached.bytes
 
     def sum_values(
         p: Any,

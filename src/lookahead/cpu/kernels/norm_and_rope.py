@@ -121,9 +121,9 @@ def rotate_of(fmt: Format) -> Any:
     """``rotate`` of a format."""
     query_at, to_query, query_bytes = CODE[fmt.query].pointer, CODE[fmt.query].from_fp32, fmt.query.bytes
     stored_at, to_stored, stored_bytes = (
-        CODE[fmt.stored].pointer,
-        CODE[fmt.stored].from_fp32,
-        fmt.stored.bytes,
+        CODE[fmt.cached].pointer,
+        CODE[fmt.cached].from_fp32,
+        fmt.cached.bytes,
     )
     pair = fmt.key_pair
 

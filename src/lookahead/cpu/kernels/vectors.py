@@ -174,7 +174,14 @@ def widen_fp16(builder: Any, bits: Any) -> Any:
     return builder.bitcast(builder.or_(builder.bitcast(number, wide), sign), floats)
 
 
-@operation(FLOATS(int64), lambda b, address: widen_fp16(b, _load(b, address, _HALVES)))
+def _load_fp16(builder: Any, address: Any) -> Any:
+    """Load register by register, as in ``_load_bf16``."""
+    places = [builder.add(address, ir.Constant(I64, 2 * n)) for n in range(0, LANES, WIDTH)]
+    kind = ir.VectorType(I16, WIDTH)
+    return _joined(builder, [widen_fp16(builder, _load(builder, place, kind)) for place in places])
+
+
+@operation(FLOATS(int64), _load_fp16)
 def load_fp16(address: int) -> Any:
     """16 numbers in fp16, widened."""
     return memory(address, np.float16, LANES).astype(np.float32)
@@ -438,6 +445,12 @@ def load_columns(address: int, stride: int, count: int) -> Any:
 def load_columns_bf16(address: int, stride: int, count: int) -> Any:
     """``count`` vectors of bf16 numbers, widened, ``stride`` bytes apart."""
     return tuple(load_bf16(address + stride * n) for n in range(count))
+
+
+@operation(_columns_of(FLOATS), _several(_load_fp16))
+def load_columns_fp16(address: int, stride: int, count: int) -> Any:
+    """``count`` vectors of fp16 numbers, widened, ``stride`` bytes apart."""
+    return tuple(load_fp16(address + stride * n) for n in range(count))
 
 
 @operation(_columns_of(WORDS), _several(lambda b, address: _load(b, address, WORDS.vector)))
