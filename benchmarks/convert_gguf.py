@@ -77,7 +77,7 @@ def export(source: Path, out: Path) -> None:
 
     import lookahead
 
-    model = lookahead.load(source, dtype="bfloat16").model
+    model = lookahead.load(source, dtype="bfloat16").model.module
     # The weights are decoded; transformers would refuse to write them otherwise.
     model.hf_quantizer = None
     model.is_quantized = False

