@@ -12,7 +12,7 @@ from lookahead.drafters.adaptive.sources.light_head import HeadSource
 pytestmark = pytest.mark.filterwarnings("ignore:lookahead.generate runs this model")
 
 
-@pytest.mark.parametrize("first", range(0, 200, 50))
+@pytest.mark.parametrize("first", range(0, 300, 50))
 def test_no_case_differs(first):
     report = fuzz.fuzz(least=50, first=first)
     assert not report.found, "\n".join(report.found)
