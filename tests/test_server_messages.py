@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 import lookahead
-from lookahead.server.messages_api import MessageAnswer
+from lookahead.server.messages_api import MessageAnswer, Turn
 from serving import serving
 from toy import save
 
@@ -121,3 +121,9 @@ def test_errors_have_the_clients_classes(served, client, monkeypatch):
         client.messages.stream(messages=user, **FIXED) as events,
     ):
         events.get_final_message()
+
+
+def test_reasoning_of_earlier_turns_reaches_the_template():
+    blocks = [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "yes"}]
+    turn = Turn.model_validate({"role": "assistant", "content": blocks})
+    assert turn.messages() == [{"role": "assistant", "content": "yes", "reasoning_content": "hm"}]

@@ -26,10 +26,11 @@ SIGNED = {"thinking": {"signature": ""}}
 
 
 class Block(Lenient):
-    """A part of a message: text, a call, its result, or reasoning, which is left out."""
+    """A part of a message: text, a call, its result, or reasoning."""
 
     type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: str = ""
+    thinking: str = ""
     id: str = ""
     name: str = ""
     input: Free = Field({})
@@ -58,7 +59,9 @@ class Turn(Lenient):
             if block.type == "tool_use"
         ]
         text = "".join(block.text for block in self.content)
-        more = {"tool_calls": calls} if calls else {}
+        thoughts = "".join(block.thinking for block in self.content)
+        more: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        more |= {"reasoning_content": thoughts} if thoughts else {}
         return [*results, *([{"role": self.role, "content": text} | more] if text or calls else [])]
 
 
