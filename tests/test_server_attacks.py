@@ -270,16 +270,21 @@ def test_long_texts_are_refused_before_they_are_tokenized(served, monkeypatch, p
 
 
 def test_preparation_counts_for_the_time_limit_and_ends_with_the_client(llm, monkeypatch, logged):
-    begun, go_on = threading.Event(), threading.Event()
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
     encode = Preparer.encode
+
+    def slow(*given, **more):
+        begun.set()
+        go_on.wait(20)
+        ids = encode(*given, **more)
+        ended.set()
+        return ids
+
     with serving(llm, request_timeout=0.5) as served:
-        monkeypatch.setattr(
-            Preparer,
-            "encode",
-            lambda *given, **more: (begun.set(), go_on.wait(20), encode(*given, **more))[2],
-        )
+        monkeypatch.setattr(Preparer, "encode", slow)
+        threading.Timer(1, go_on.set).start()
         assert post(served, status=504)["error"]["code"] == "timeout"
-        go_on.set()
+        assert ended.is_set()  # nothing works on for a request that was answered
     with serving(llm) as served:
         begun.clear()
         go_on.clear()

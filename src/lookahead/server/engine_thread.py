@@ -199,10 +199,10 @@ class EngineThread:
                 engine.cancel(sequence, Refused("the server is shutting down", 503, "shutting_down"))
             elif now - sequence.added >= self._settings.request_timeout:
                 # A completion that has begun is returned, and ends as at any other limit.
-                engine.cancel(sequence, None if sequence.tokens else self.too_late())
+                engine.cancel(sequence, None if sequence.tokens else self._too_late())
                 self._late.add(sequence)
 
-    def too_late(self) -> Refused:
+    def _too_late(self) -> Refused:
         """The error of a request that reached its time limit before its first token."""
         late = f"the request took longer than {self._settings.request_timeout:g} seconds"
         return Refused(late, 504, "timeout")
