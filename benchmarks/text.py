@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -263,6 +264,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results/text"), help="page and JSON")
     given = parser.parse_args()
     exit_on_signals()
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default reserves half of the memory
     record = {**environment(), "model": "SmolLM2-135M-Instruct", "dtype": "as each line says"}
     kept = given.out.with_suffix(".json")
     figures = json.loads(kept.read_text())["figures"] if kept.is_file() else {"lines": {}, "versions": {}}

@@ -524,13 +524,13 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
         "--ignore-eos",
     ]
     process = Command(command, stderr=said)
-    while process.poll() is None and not (out.exists() and out.read_bytes().count(b"\n") >= 3):
-        time.sleep(0.02)
+    while process.poll() is None and not (out.exists() and out.read_bytes().count(b"\n") >= 1):
+        time.sleep(0.005)
     process.send_signal(signal.SIGINT)
     stderr = (process.wait(), said.read_text())[1]
     assert process.returncode == 130, stderr
     done = lines(out)
-    assert 3 <= len(done) < 400
+    assert 1 <= len(done) < 400
     assert out.read_bytes().endswith(b"\n")
     (line,) = stderr.strip().splitlines()
     assert f"interrupted: {len(done)} of 400 prompts have results in {out}" in line
