@@ -6,6 +6,7 @@ Colours are those of Okabe and Ito (2008), without yellow, which is faint on whi
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from lookahead.core import SettingsError
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 #: Printed where plots are left out.
 NO_PLOTS = "no plots, because matplotlib is not installed (pip install matplotlib)"
 STYLE: Any = {
@@ -33,6 +35,11 @@ STYLE: Any = {
 def can_draw() -> bool:
     """Whether matplotlib is installed. It is not imported."""
     return find_spec("matplotlib") is not None
+
+
+def colour(index: int) -> dict[str, Any]:
+    """Colour and marker of line number ``index``."""
+    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 4}
 
 
 def new_figure(width: float = 7.0, height: float = 4.2) -> tuple[Any, Any]:
@@ -58,6 +65,12 @@ def label(axes: Any, title: str, x: str, y: str = "", legend: bool = True) -> No
     axes.set(title=title, xlabel=x, ylabel=y)
     if legend:
         axes.legend(fontsize=8)
+
+
+def powers_of_two(axes: Any, values: Sequence[int]) -> None:
+    """Make the x axis logarithmic, with a tick at each value."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [str(value) for value in values])
 
 
 def save(figure: Any, path: Path, caption: str = "") -> list[Path]:

@@ -72,7 +72,9 @@ def evaluate(target, trees):
     """The logits of all rows of one pass."""
     scores = target.forward(trees)
     rows = [
-        score.row(node) for score, (_, tree) in zip(scores, trees, strict=True) for node in range(len(tree))
+        torch.as_tensor(score.row(node))
+        for score, (_, tree) in zip(scores, trees, strict=True)
+        for node in range(len(tree))
     ]
     return torch.stack(rows)
 
