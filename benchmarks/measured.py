@@ -21,7 +21,7 @@ NO_TABLE = "adaptive:sources=suffix+logits+jacobi"
 #: Kinds of text -> their data sets.
 KINDS = {"prose": ("mt-bench",), "code": ("humaneval", "mbpp", "classeval")}
 #: Sizes without records of their own on the first page -> the records that stand in for them.
-INSTEAD = {"0.5B": "bench-larger", "135M": "bench-packed"}
+INSTEAD = {"135M": "bench-packed"}
 NAMES = {
     PLAIN: "plain decoding",
     DEFAULT: "**the default**",

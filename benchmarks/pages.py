@@ -738,7 +738,8 @@ def readme_blocks(chinese: bool = False) -> dict[str, str]:
         told = own.model + ("" if own.default == DEFAULT else "，没有基础表")
         machine = machine.replace(" cores", " 核")
         first = (
-            f"使用 {told}：**散文是普通解码的 {prose} 倍，代码是 {code} 倍，在你自己的模型上从第一个 token 起**，"
+            f"使用 {told}：**散文是普通解码的 {prose} 倍，代码是 {code} 倍**，"
+            "无需训练（它的表在首次使用时于后台统计），"
             f"相对 llama.cpp 最快时是 {prose_theirs} 和 {code_theirs} 倍（{machine}，commit {commit}，"
             "[全部模型和方法](docs/results/speed.md)）。"
         )
@@ -746,8 +747,9 @@ def readme_blocks(chinese: bool = False) -> dict[str, str]:
     else:
         told = own.model + ("" if own.default == DEFAULT else ", without a base table")
         first = (
-            f"With {told}: **{prose} times plain decoding on prose, {code} on code, on your own model from the first "
-            f"token**, and {prose_theirs} and {code_theirs} times llama.cpp at its best ({machine}, commit {commit}, "
+            f"With {told}: **{prose} times plain decoding on prose, {code} on code**, with nothing to train (its "
+            f"table is counted in the background at the first use), and {prose_theirs} and {code_theirs} times "
+            f"llama.cpp at its best ({machine}, commit {commit}, "
             "[all models and methods](docs/results/speed.md))."
         )
         words, comma, default = ("start", "memory", "first use"), ", ", "the default model"
