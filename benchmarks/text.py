@@ -265,7 +265,7 @@ def main() -> None:
     given = parser.parse_args()
     exit_on_signals()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default reserves half of the memory
-    record = {**environment(), "model": "SmolLM2-135M-Instruct", "dtype": "as each line says"}
+    record = {**environment(), "model": "SmolLM2-135M-Instruct", "dtype": "several types of weights"}
     kept = given.out.with_suffix(".json")
     figures = json.loads(kept.read_text())["figures"] if kept.is_file() else {"lines": {}, "versions": {}}
     with TemporaryDirectory() as folder:
