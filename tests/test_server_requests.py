@@ -163,8 +163,13 @@ def test_the_bytes_of_a_part_of_a_character(served):
     assert (len(ids) > 1, found) == (True, "京".encode())
 
 
-def test_agents_recognise_a_full_context(served, openai):
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+@pytest.fixture
+def client(served, openai):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_agents_recognise_a_full_context(client, openai):
     with pytest.raises(
         openai.BadRequestError, match=r"This model's maximum context length is 1024 tok"
     ) as seen:
@@ -274,10 +279,9 @@ def forms(call):
 
 
 @pytest.mark.parametrize("form", range(3), ids=["tagged", "fenced", "bare"])
-def test_calls_in_every_form_are_streamed_in_pieces(served, force, openai, form):
+def test_calls_in_every_form_are_streamed_in_pieces(client, force, form):
     arguments = {"x": "a{b", "y": list(range(20))}
     force(forms({"name": "add", "arguments": arguments})[form])
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
     asked = {"model": "toy", "messages": [USER], "tools": [TOOL], "max_tokens": 200}
     (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", arguments)

@@ -42,7 +42,8 @@ def served(llm):
 
 @pytest.fixture
 def client(served):
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0).responses
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as made:
+        yield made.responses
 
 
 def of_chat(served, messages, **fields):
