@@ -446,11 +446,11 @@ class Case(Numbered):
         if not torch.is_tensor(plain):
             if len(ours.scores) != len(plain.scores):
                 return "the number of scores", tokens
-            if plain.scores and self._wrong_scores(torch.stack(ours.scores), torch.stack(plain.scores)):
+            if plain.scores and self.wrong_scores(torch.stack(ours.scores), torch.stack(plain.scores)):
                 return "scores", tokens
         return "", tokens
 
-    def _wrong_scores(self, ours: torch.Tensor, plain: torch.Tensor) -> bool:
+    def wrong_scores(self, ours: torch.Tensor, plain: torch.Tensor) -> bool:
         """Whether scores (steps, sequences, V) differ by more than rounding."""
         kept, expected = ours != -torch.inf, plain != -torch.inf
         both = kept & expected

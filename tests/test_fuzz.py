@@ -1,10 +1,14 @@
 """A short run of the differential fuzzer, and proof that it can fail."""
 
+import copy
+import functools
 from collections import Counter
 
 import pytest
+import torch
 
 import fuzz
+import lookahead
 from lookahead import Adaptive
 from lookahead.core import Stats
 from lookahead.drafters.adaptive.sources.light_head import HeadSource
@@ -91,3 +95,54 @@ def test_a_case_follows_from_its_number_alone():
 
 def test_it_finds_a_wrong_token_of_the_engine(accept_a_wrong_node):
     assert any("prompt " in fuzz.EngineCase.of(number).difference()[0] for number in range(3, 63, 4))
+
+
+def swap(scores, logits):
+    """Swap the last token that a filter kept with the first that it did not keep."""
+    kept = scores != -torch.inf
+    last = logits.where(kept, torch.inf).argmin()
+    first = logits.where(~kept, -torch.inf).argmax()
+    scores[first], scores[last] = scores[last].clone(), -torch.inf
+
+
+FILTERED = {
+    "max_new_tokens": 8,
+    "do_sample": True,
+    "top_k": 5,
+    "temperature": 1.3,
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "output_logits": True,
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_ties_excuse_other_tokens_of_a_filter(tied, monkeypatch):
+    """In one model, the logits are pairs that are equal up to rounding: the fifth and the sixth are a pair."""
+    model = copy.deepcopy(fuzz.model_of("llama", 0, 0.1))
+    if tied:
+        with torch.no_grad():
+            model.lm_head.weight[1::2] = model.lm_head.weight[::2] * (1 + 1.2e-7)
+    monkeypatch.setattr(fuzz.Case, "model", model)
+    case = fuzz.Case.of(2)
+    case.options = FILTERED
+    out, _ = case.run()
+    scores = torch.stack(out.scores)
+    swap(scores[3, 0], out.logits[3][0])
+    assert case.wrong_scores(scores, torch.stack(out.scores)) == (not tied)
+
+
+def test_it_finds_a_token_that_a_filter_should_not_keep(monkeypatch):
+    case = fuzz.Case.of(2)
+    case.options = FILTERED
+    assert case.difference()[0] == ""
+    generate = lookahead.generate
+
+    @functools.wraps(generate)
+    def wrong(*args, **kwargs):
+        out = generate(*args, **kwargs)
+        swap(out.scores[3][0], out.logits[3][0])
+        return out
+
+    monkeypatch.setattr(lookahead, "generate", wrong)
+    assert case.difference()[0] == "scores"
