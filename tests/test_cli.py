@@ -94,6 +94,12 @@ def test_generate_prints_the_text_alone_on_stdout(model, llm, method):
     assert method in err
 
 
+def test_a_prompt_without_its_option(model):
+    code, out, err = call("generate", model, PROMPT)
+    assert (code, out) == (2, "")
+    assert "a prompt is given with --prompt" in err
+
+
 def test_settings_reach_the_drafter(model):
     def steps(*options):
         _, out, _ = call(

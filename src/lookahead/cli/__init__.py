@@ -95,8 +95,12 @@ class Commands(TyperGroup):
             # A usage error. Its class differs between typer versions, but always has these two attributes.
             if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
                 raise
-            if error.format_message():
-                problem(f"{error.format_message()} (see --help)")
+            if message := error.format_message():
+                takes = (
+                    [each.name for each in error.ctx.command.params] if getattr(error, "ctx", None) else []
+                )
+                extra_prompt = "unexpected extra argument" in message and "prompt" in takes
+                problem(f"{message} ({'a prompt is given with --prompt' if extra_prompt else 'see --help'})")
             return int(error.exit_code)
         return status if isinstance(status, int) else 0
 
