@@ -608,11 +608,15 @@ def check_text(machine: Machine) -> None:
 
 def check_rows(machine: Machine) -> None:
     """Compare steps of 2 to 64 rows with single rows, bit by bit, on every path of the model."""
-    from lookahead.cli.verify_rows import compare_paths
+    from lookahead.cli.verify_rows import compare_paths, described
 
     for path in compare_paths(load_llm(machine)):
         first = path["from_rows"]
-        value = f"{path['differ'][first]:,} values differ at {first} rows" if first else "all bits equal"
+        value = (
+            f"{path['differ'][first]:,} values differ at {first} rows; {described(path)}"
+            if first
+            else "all bits equal"
+        )
         guaranteed = path["guaranteed"]
         table(
             f"rows: {path['path']}", value, "equal" if guaranteed else "", not first if guaranteed else None

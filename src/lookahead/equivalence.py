@@ -25,6 +25,7 @@ This module does not import torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -347,17 +348,37 @@ def bit_equal_rows(target: Target) -> tuple[int, int]:
     return sum(map(np.array_equal, rows, alone)), len(rows)
 
 
-def values_that_differ(target: Target, counts: Sequence[int]) -> tuple[dict[int, int], int]:
-    """Compare logits of steps with several rows, bit by bit, with those of single-row steps over the same tokens.
+@dataclass(frozen=True, slots=True)
+class RowComparison:
+    """How steps with several rows differ from single-row steps, bit by bit, by their number of rows.
+
+    Attributes:
+        vocabulary: V, the number of logits of a row.
+        values: how many logits of the chain have another bit.
+        bits: how many bits of these logits are different.
+        layer: the first layer whose keys or values differ: an operation before them does. None if there is none, so
+            only what follows the last keys and values can differ, or if the target does not show them.
+    """
+
+    vocabulary: int
+    values: dict[int, int]
+    bits: dict[int, int]
+    layer: dict[int, int | None]
+
+
+def compare_rows(
+    target: Target,
+    counts: Sequence[int],
+    watch: Callable[[int], AbstractContextManager[None]] = lambda count: nullcontext(),
+) -> RowComparison:
+    """Compare steps with several rows, bit by bit, with single-row steps over the same tokens.
 
     A step is a chain that starts at the root, as deep as the target allows; leaves of the root fill it up.
 
     Args:
         target: any target whose slot 0 is free.
         counts: numbers of rows.
-
-    Returns:
-        (number of rows -> how many logits of the chain differ from those of single rows, number of logits of a row).
+        watch: number of rows -> a context for the step.
     """
     vocabulary = target.vocabulary
     random = np.random.default_rng(0)
@@ -365,10 +386,14 @@ def values_that_differ(target: Target, counts: Sequence[int]) -> tuple[dict[int,
     prompt = random.integers(low, vocabulary, 40).tolist()
     target.prefill([(0, prompt)])
     depth = min(target.depth_limit(0), max(counts) - 1)
-    target.release(0)
     chain = random.integers(low, vocabulary, depth + 1).tolist()
-    alone = single_rows(target, prompt, chain)[1:]
-    found = {}
+    alone = []
+    for token in chain:
+        alone += forward(target, [(0, TokenTree(token))])
+        target.commit([(0, [0])])
+    kept = _kept(target)
+    target.release(0)
+    found = RowComparison(vocabulary, {}, {}, {})
     for count in counts:
         tree = TokenTree(chain[0])
         for row, token in enumerate(chain[1:count]):
@@ -378,8 +403,29 @@ def values_that_differ(target: Target, counts: Sequence[int]) -> tuple[dict[int,
         while len(tree) < count:
             tree.add(next(others), 0, needs_logits=True)
         target.prefill([(0, prompt)])
-        rows = forward(target, [(0, tree)])[:path]
+        with watch(count):
+            rows = forward(target, [(0, tree)])[:path]
+        target.commit([(0, range(path))])
+        changed = [a.view("u4") ^ b.view("u4") for a, b in zip(rows, alone, strict=False)]
+        found.values[count] = sum(int(np.count_nonzero(row)) for row in changed)
+        found.bits[count] = sum(int(np.unpackbits(row.view("u1")).sum()) for row in changed)
+        found.layer[count] = next(
+            (
+                layer
+                for layer, (ours, theirs) in enumerate(zip(_kept(target), kept, strict=True))
+                if any(
+                    not np.array_equal(a, b[:, :, : a.shape[2]]) for a, b in zip(ours, theirs, strict=True)
+                )
+            ),
+            None,
+        )
         target.release(0)
-        pairs = zip(rows, alone, strict=False)
-        found[count] = sum(int(np.count_nonzero(a.view("u4") != b.view("u4"))) for a, b in pairs)
-    return found, vocabulary
+    return found
+
+
+def _kept(target: Target) -> list[tuple[Array, ...]]:
+    """The keys and values of slot 0, per layer, each (1, K, T, D); empty where the target does not show them."""
+    read: Any = getattr(target, "read", None)
+    if read is None:
+        return []
+    return [() if layer is None else tuple(map(floats, layer)) for layer in read(0)]

@@ -34,7 +34,7 @@ def verify_rows(llm: LLM, as_json: bool) -> int:
 
 
 def compare_paths(llm: LLM) -> list[dict[str, Any]]:
-    """For each path of a model: for each number of rows, the values of logits that differ from single rows."""
+    """For each path of a model: how many logits differ from those of single rows, and which operations do."""
     return [path for name in _paths(llm) if (path := _compare(llm, name)) is not None]
 
 
@@ -48,8 +48,8 @@ def _paths(llm: LLM) -> tuple[str, ...]:
 
 
 def _compare(llm: LLM, name: str) -> dict[str, Any] | None:
-    """The values that differ on one path; None if the model has no such path."""
-    from ..equivalence import values_that_differ
+    """What differs on one path; None if the model has no such path."""
+    from ..equivalence import compare_rows
 
     try:
         target = llm.model.make_target(name)
@@ -57,13 +57,24 @@ def _compare(llm: LLM, name: str) -> dict[str, Any] | None:
         note(first_line(error))
         return None
     with llm.model.lock(target):
-        differ, vocabulary = values_that_differ(target, COUNTS)
+        if target.path == "transformers":  # its steps run the model's own modules
+            from ..hf.row_operations import RowOperations
+
+            module: Any = getattr(llm.model, "module", None)
+            watched = RowOperations(module)
+            found, operations = compare_rows(target, COUNTS, watched.watched), watched.found()
+        else:
+            found, operations = compare_rows(target, COUNTS), None
+    first = next((rows for rows, count in found.values.items() if count), None)
     return {
         "path": target.path,
         "guaranteed": target.guarantee in (BIT_EQUAL, CHECKED),
-        "values_of_a_row": vocabulary,
-        "differ": differ,
-        "from_rows": next((rows for rows, count in differ.items() if count), None),
+        "values_of_a_row": found.vocabulary,
+        "differ": found.values,
+        "bits": found.bits,
+        "from_rows": first,
+        "first_layer": None if first is None else found.layer[first],
+        "operations": operations,
     }
 
 
@@ -76,3 +87,22 @@ def _show(found: list[dict[str, Any]]) -> None:
         cells = (Text(f"{count:,}", "red" if count else "green") for count in path["differ"].values())
         table.add_row(path["path"], *cells)
     Console(highlight=False).print(table)
+    for path in filter(lambda path: path["from_rows"], found):
+        typer.echo(f"{path['path']}: {described(path)}")
+
+
+def described(path: dict[str, Any]) -> str:
+    """Where the rows of a path begin to differ, in words."""
+    layer, rows, most = path["first_layer"], path["from_rows"], COUNTS[-1]
+    where = "after the last keys and values" if layer is None else f"in the keys and values of layer {layer}"
+    words = f"{path['bits'][most]:,} bits differ with {most} rows; with {rows}, first {where}"
+    differ = [each for each in path["operations"] or () if each["differ"]]
+    if path["operations"] is None:
+        return f"{words}; operations are not seen separately"
+    if not differ:
+        return f"{words}; each of {sum(each['of'] for each in path['operations'])} operations alone is equal"
+    names = (
+        f"{each['differ']} of {each['of']} {each['operation']} (from {each['from_rows']} rows)"
+        for each in differ
+    )
+    return f"{words}; operations that differ: {', '.join(names)}"
