@@ -91,6 +91,22 @@ def file(tmp_path):
     return path
 
 
+@pytest.mark.parametrize("size", [0, 5000, None])
+def test_a_head_whose_file_is_changed_in_place_stays_as_it_was(file, size):
+    """cp and rsync --inplace write into the file. A mapped file that becomes shorter would kill the process."""
+    head = load_head(file)
+    arrays = {
+        name: array for name, array in vars(head).items() if isinstance(array, np.ndarray) and array.size
+    }
+    before = {name: array.copy() for name, array in arrays.items()}
+    assert len(before) >= 4
+    with file.open("r+b") as opened:
+        opened.write(b"\xff" * file.stat().st_size)
+        if size is not None:
+            opened.truncate(size)
+    assert all(np.array_equal(array, before[name]) for name, array in arrays.items())
+
+
 @pytest.mark.parametrize(("bits", "steps"), [(8, 200), (4, 12)])
 def test_a_saved_head_is_the_same_up_to_rounding(file, bits, steps):
     RANDOM.bit_generator.state = np.random.default_rng(7).bit_generator.state
