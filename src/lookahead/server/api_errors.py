@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from ..core import LookaheadError, PassFailed, SettingsError
@@ -36,6 +37,21 @@ class Refused(LookaheadError):
         self.code = code
         self.retry_after = retry_after
         self.param = param
+
+
+class ErrorFields(BaseModel):
+    """What an error says."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    """The body of an error response, as ``error_body`` makes it."""
+
+    error: ErrorFields
 
 
 def status_of(error: LookaheadError) -> tuple[int, str | None]:

@@ -24,13 +24,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 
 from .. import __version__
 from ..core import LookaheadError, SettingsError, Update
 from ..llm import LLM
 from ..text.prompts import has_chat_template
-from .api_errors import Refused, error_response, status_of
+from .api_errors import ErrorReply, Refused, error_response, status_of
 from .connections import http_config
 from .engine_thread import EngineThread
 from .gate import Gate
@@ -59,6 +59,9 @@ REQUESTS: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
+#: Error responses, in the OpenAPI document.
+ERRORS: dict[str, Any] = {"model": ErrorReply, "description": "an error in OpenAI's format"}
+STREAMS: dict[int | str, Any] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 #: A branch of a union in the path of an error, which is not a field.
 BRANCH = re.compile(r"(str|constrained-str|NamedTool|AllowedToolChoice)$|list\[|literal\[|function-")
 log = logging.getLogger("lookahead.server")
@@ -250,7 +253,14 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
             await asyncio.to_thread(server.loop.join)
 
     # The application and its error handlers.
-    app = FastAPI(title="lookahead", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="lookahead",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses={"4XX": ERRORS, "5XX": ERRORS},
+    )
     app.state.server = server
     for kind, handler in (
         (LookaheadError, _refused),
@@ -260,22 +270,22 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
         app.add_exception_handler(kind, handler)
 
     # Generation. The lambdas run in a worker thread, because encoding a long prompt would block the event loop.
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=STREAMS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _answer(server, request, body, lambda: server.ready.completion(body))
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=STREAMS)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await _answer(server, request, body, lambda: server.ready.chat(body))
 
-    @app.post("/v1/responses")
+    @app.post("/v1/responses", responses=STREAMS)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         messages = [*server.conversations.of(body.previous_response_id), *body.messages()]
         chat = _translated(lambda: body.chat(messages))
         answer = partial(ResponseAnswer, asked=body, messages=messages, conversations=server.conversations)
         return await _answer(server, request, chat, lambda: server.ready.chat(chat, answer))
 
-    @app.post("/v1/messages")
+    @app.post("/v1/messages", responses=STREAMS)
     async def anthropic_messages(body: MessagesRequest, request: Request) -> Response:
         chat = _translated(body.chat)
         return await _answer(server, request, chat, lambda: server.ready.chat(chat, MessageAnswer))
@@ -315,20 +325,20 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
 
     # Monitoring; the gate requires no key for these paths.
     @app.head("/livez", include_in_schema=False)
-    @app.get("/livez")
+    @app.get("/livez", response_class=Response)
     async def livez() -> Response:
         return Response(status_code=200)
 
     @app.head("/health", include_in_schema=False)
     @app.head("/readyz", include_in_schema=False)
-    @app.get("/health")
-    @app.get("/readyz")
+    @app.get("/health", response_class=Response)
+    @app.get("/readyz", response_class=Response)
     async def health() -> Response:
         if (refusal := server.loop.refusal) is not None:
             raise refusal
         return Response(status_code=200)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(server.metrics.page(), media_type="text/plain; version=0.0.4")
 
@@ -359,7 +369,7 @@ def create_app(settings: Settings, load: Callable[[], LLM] | None = None, wait: 
             raise SettingsError(f"tokens: detokenizing needs a tokenizer, and {llm.tokenizer_error}")
         return {"prompt": llm.tokenizer.decode(body.tokens)}
 
-    @app.get("/")
+    @app.get("/", response_class=HTMLResponse)
     async def page() -> Response:
         return Response(PAGE.read_bytes(), media_type="text/html; charset=utf-8")
 
