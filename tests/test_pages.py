@@ -92,9 +92,20 @@ def test_the_referee_has_a_section_once_it_judged_engines(tmp_path, monkeypatch)
     assert pages.engines_section() == ""
     counts = {"equal": 10, "rounding": 2, "wrong": 0}
     (tmp_path / "text.json").write_text(
-        json.dumps({"figures": {"lines": {"x": {"drafts": {"counts": counts}}}}})
+        json.dumps(
+            {
+                "figures": {
+                    "lines": {
+                        "x": {"drafts": {"counts": counts, "findings": [{"gap": 0.12}, {"gap": None}]}}
+                    },
+                    "versions": {"vllm": "1.2", "openvino-genai": ""},
+                }
+            }
+        )
     )
-    assert "\n| x | drafts | 10 | 2 | 0 | 0 |" in pages.engines_section()
+    section = pages.engines_section()
+    assert "\n| x | drafts | 10 | 2 | 0 | 0 | 0.12 |" in section
+    assert section.endswith("\n\n- vLLM: 1.2.")
     assert pages.shown_on("same-text")[0] == "text"
 
 

@@ -40,16 +40,20 @@ class RowOperations:
     def watched(self, rows: int) -> Iterator[None]:
         """A context for one step of ``rows`` rows, which are seen in increasing order of ``rows``."""
         self._off = {}
+        known = self._known()
         with ExitStack() as stack:
             for name, module in self._module.named_modules():
+                if name in known:
+                    continue
                 hook = module.register_forward_hook(self._hook(name, rows), with_kwargs=True)
                 stack.callback(hook.remove)
             if getattr(self._module, "_supports_attention_backend", False):
-                stack.enter_context(self._attention(rows))
+                stack.enter_context(self._attention(rows, known))
             yield
+        off = {*self._off, *self._known()}
         for name, kind in self._off.items():
-            if not any(other.startswith(f"{name}.") for other in self._off):
-                self._differ.setdefault(kind, {}).setdefault(name, rows)
+            if not any(other.startswith(f"{name}.") for other in off):
+                self._differ.setdefault(kind, {})[name] = rows
 
     def found(self) -> list[dict[str, Any]]:
         """The kinds of operations that were looked at: how many, and how many differ from how many rows on."""
@@ -62,6 +66,10 @@ class RowOperations:
             }
             for kind, names in self._seen.items()
         ]
+
+    def _known(self) -> set[str]:
+        """The operations that differed with fewer rows, which are not looked at again."""
+        return {name for names in self._differ.values() for name in names}
 
     def _note(self, kind: str, name: str, same: bool) -> None:
         self._seen.setdefault(kind, set()).add(name)
@@ -87,7 +95,7 @@ class RowOperations:
         return compare
 
     @contextmanager
-    def _attention(self, rows: int) -> Iterator[None]:
+    def _attention(self, rows: int, known: set[str]) -> Iterator[None]:
         from transformers import AttentionInterface
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -100,7 +108,8 @@ class RowOperations:
             eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
             function = ALL_ATTENTION_FUNCTIONS.get_interface(used, eager)
             output, weights = function(module, query, key, value, mask, **options)
-            if mask is not None and query.shape[2] == rows:
+            name = f"{names[module]}.attention"
+            if mask is not None and query.shape[2] == rows and name not in known:
                 same = True
                 for row in range(rows):
                     sees = mask[0, 0, row]
@@ -109,7 +118,7 @@ class RowOperations:
                     seen = (part[:, :, columns] for part in (key, value))
                     alone, _ = function(module, query[:, :, row : row + 1], *seen, None, **options)
                     same &= same_bits(alone, output[:, row : row + 1])
-                self._note(f"attention ({used})", f"{names[module]}.attention", same)
+                self._note(f"attention ({used})", name, same)
             return output, weights
 
         AttentionInterface.register(NAME, attend)
