@@ -5,17 +5,19 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders
 
 import lookahead
 from lookahead.core.verify import as_choose
 from lookahead.server import prepare
+from lookahead.server.grammar import Constraint, Grammars, _with_plain_tags
 from lookahead.server.protocol import ChatRequest
 from lookahead.server.reasoning import ThoughtReader
 from lookahead.server.responses import ChatAnswer
-from lookahead.server.tools import demanded
+from lookahead.server.tools import CallReader, demanded
 from serving import serving
 from test_server import SCHEMA, chat, events, no_end, post, text_of
-from toy import save
+from toy import save, trained
 
 
 @pytest.fixture(scope="module")
@@ -275,10 +277,10 @@ def test_a_prompt_may_open_the_reasoning(llm):
 
 def forms(call):
     text = json.dumps(call)
-    return [f"<tool_call>{text}</tool_call>", f"```json\n{text}\n```", text]
+    return [f"<tool_call>{text}</tool_call>", f"```json\n{text}\n```", text, f"{{{text}}}}}"]
 
 
-@pytest.mark.parametrize("form", range(3), ids=["tagged", "fenced", "bare"])
+@pytest.mark.parametrize("form", range(4), ids=["tagged", "fenced", "bare", "doubled"])
 def test_calls_in_every_form_are_streamed_in_pieces(client, force, form):
     arguments = {"x": "a{b", "y": list(range(20))}
     force(forms({"name": "add", "arguments": arguments})[form])
@@ -304,13 +306,45 @@ def test_strict_tools_may_be_called_or_not(served):
         ("no call", True),
         ('{"name": "x"}', True),
         ('Well <tool_call>{"name": "add", "arguments": {"name": "mul", "exact": true}}</tool_call>', True),
+        ('<tool_call>\n{"name": "add", "arguments": {"name": "mul", "exact": true}}\n</tool_call>', True),
         ('<tool_call>{"name": "add", "arguments": {"name": "div"', False),
         ('<tool_call>{"name": "other"', False),
         ('<tool_call>{"name": "sub", "arguments": {"any": [1]}}</tool_call> and more', True),
         ('```json\n{"name": "add", "arguments": {"x"', False),
+        ('```json\n{\n  "name": "add",\n  "arguments": {"x"', False),
+        ('```json\n{\n  "name": "add",\n  "arguments": {"name": "mul", "exact": true}\n}\n```', True),
         ('```json\n{"x": 1}', True),
+        ('{"name": "add", "arguments": {"x"', False),
+        ('{{"name": "add", "arguments": {"x"', False),
+        ('<think>hm</think>\n\n{"name": "add", "arguments": {"x"', False),
+        ('{"name": "sub", "arguments": {}}\n{"name": "add", "arguments": {"x"', False),
+        ('So {"name": "add", "x": 1}', True),
     ):
         assert follows(served, demanded(body), text) == allowed, text
+
+
+def test_a_call_that_the_grammar_has_not_checked_is_text():
+    text = '{"arguments": {"x": 1}, "name": "add"}'
+    assert CallReader({"add"}, False).push(text, end=True)[1]
+    assert CallReader({"add"}, False, frozenset({"add"})).push(text, end=True) == (text, [])
+
+
+@pytest.mark.parametrize("spelling", ["\u0120", "\u2581"], ids=["bytes", "spaces"])
+def test_tags_of_the_vocabulary_are_text_for_a_grammar(spelling):
+    """llguidance would forbid them, though the model begins its calls with them."""
+    pytest.importorskip("llguidance")
+    raw = Tokenizer.from_str(trained())
+    if spelling == "\u2581":
+        raw.decoder = decoders.Sequence([decoders.Replace(spelling, " "), decoders.ByteFallback()])
+    raw.add_tokens([AddedToken("<tool call>", special=False), AddedToken("<end>", special=True)])
+    tag, end = map(raw.token_to_id, ("<tool call>", "<end>"))
+    vocabulary = json.loads(_with_plain_tags(raw.to_str()))["model"]["vocab"]
+    assert vocabulary[f"<tool{spelling}call>"] == tag
+    size = raw.get_vocab_size()
+    llm = SimpleNamespace(tokenizer=SimpleNamespace(backend_tokenizer=raw), eos={2}, vocabulary=size)
+    for token, allowed in ((tag, True), (end, False)):
+        matcher = Grammars(llm).process(Constraint("regex", "<tool call>a*", "tools"))._matcher
+        assert matcher.consume_token(token) == allowed
 
 
 def follows(served, constraint, text):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import numpy as np
 
 from ..core import SettingsError
 from ..core.errors import NotReady
+from ..text.tokenizer import byte_alphabet
 from .api_errors import Refused
 
 if TYPE_CHECKING:
@@ -40,8 +42,20 @@ ALLOWANCE_PER_TOKEN = 0.005
 PATIENCE = 0.001
 #: Annotations of a schema, which do not restrict the output.
 ANNOTATIONS = ("description", "title", "$comment")
-#: How voluntary calls begin and end, as in ``tools``: what the model writes first, the whole beginning, and the end.
-CALLS = (("<tool_call>", "<tool_call>", "</tool_call>"), ('```json\n{"name"', "```json\n", "\n```"))
+#: Text with voluntary calls, in the forms that ``tools.CallReader`` reads. A tag must be followed by a call. An
+#: object elsewhere is one if its first key is the name of a function, so that other JSON stays free.
+CALLS = r"""
+start: (tagged | {untagged})* TEXT
+TEXT: /(.|\n)*/
+tag[lazy]: /(.|\n)*<tool_call>/
+tagged: tag /\s*\{{\{{?\s*"name"\s*:\s*/ ({named}) /\s*\}}+\s*<\/tool_call>/
+"""
+CALL = r"""
+begin_{number}[lazy]: /((.|\n)*(```(json)?|<\/think>))?\s*\{{\{{?\s*"name"\s*:\s*"{name}"/
+untagged_{number}: begin_{number} arguments_{number} /\s*\}}+/
+named_{number}: /"{name}"/ arguments_{number}
+arguments_{number}: /\s*,\s*"(arguments|parameters)"\s*:\s*/ %json {schema}
+"""
 
 
 @dataclass(frozen=True)
@@ -88,9 +102,8 @@ class Grammars:
             backend = copy(self._llm.tokenizer.backend_tokenizer)
             backend.no_padding()
             backend.no_truncation()
-            return LLTokenizer(
-                backend.to_str(), n_vocab=self._llm.vocabulary, eos_token=sorted(self._llm.eos)
-            )
+            text = _with_plain_tags(backend.to_str())
+            return LLTokenizer(text, n_vocab=self._llm.vocabulary, eos_token=sorted(self._llm.eos))
         except Exception as error:  # llguidance does not support every tokenizer
             raise SettingsError(
                 f"response_format and tool_choice cannot be used with this tokenizer: {error}"
@@ -129,25 +142,49 @@ class Grammars:
     @staticmethod
     def _grammar(kind: str, text: str) -> str:
         """A constraint in llguidance's format."""
-        from llguidance import LLMatcher, StructTag
+        from llguidance import LLMatcher
 
         if kind == "json":
             return str(LLMatcher.grammar_from_json_schema(text, defaults=COMPACT))
         if kind == "calls":
-            tags = [
-                StructTag(
-                    trigger=trigger,
-                    begin=f'{opening}{{"name": {json.dumps(name)}, "arguments": ',
-                    grammar=json.dumps({"type": "object"} | schema | {"x-guidance": COMPACT}),
-                    end=f"}}{closing}",
+            schemas = json.loads(text)
+            rules = [
+                CALL.format(
+                    number=number,
+                    name=re.escape(name),
+                    schema=json.dumps({"type": "object"} | schema | {"x-guidance": COMPACT}),
                 )
-                for name, schema in json.loads(text).items()
-                for trigger, opening, closing in CALLS
+                for number, (name, schema) in enumerate(schemas.items())
             ]
-            return str(StructTag.to_grammar(tags, assume_special=False))
+            untagged, named = (
+                " | ".join(f"{rule}_{number}" for number in range(len(rules)))
+                for rule in ("untagged", "named")
+            )
+            return CALLS.format(untagged=untagged, named=named) + "".join(rules)
         return str(
             LLMatcher.grammar_from_regex(text) if kind == "regex" else LLMatcher.grammar_from_lark(text)
         )
+
+
+def _with_plain_tags(text: str) -> str:
+    """A tokenizer's JSON in which added tokens that are part of the text, such as <tool_call>, are ordinary ones.
+
+    llguidance takes every added token in angle brackets for a special one, which no text may contain.
+    """
+    tokenizer = json.loads(text)
+    vocabulary = tokenizer["model"].get("vocab")
+    if not isinstance(vocabulary, dict):
+        return text
+    letters = byte_alphabet() if "ByteLevel" in json.dumps(tokenizer["decoder"]) else None
+    special = []
+    for token in tokenizer["added_tokens"]:
+        if token["special"]:
+            special.append(token)
+        elif letters is None:
+            vocabulary[token["content"].replace(" ", "\u2581")] = token["id"]
+        else:
+            vocabulary["".join(letters[byte] for byte in token["content"].encode())] = token["id"]
+    return json.dumps(tokenizer | {"added_tokens": special})
 
 
 def _bare(schema: Any) -> Any:

@@ -417,8 +417,10 @@ class ChatAnswer(Answer):
         return ThoughtReader(inside=end.rstrip().endswith(OPEN))
 
     def call_reader(self) -> CallReader | None:
-        names = {tool["function"]["name"] for tool in offered(self.body)}
-        return CallReader(names, first_only=self.body.parallel_tool_calls is False) if names else None
+        tools = [tool["function"] for tool in offered(self.body)]
+        strict = frozenset(tool["name"] for tool in tools if tool.get("strict"))
+        first_only = self.body.parallel_tool_calls is False
+        return CallReader({tool["name"] for tool in tools}, first_only, strict) if tools else None
 
     def opening(self) -> list[bytes]:
         role = {"role": "assistant", "content": ""}

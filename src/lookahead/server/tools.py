@@ -185,7 +185,7 @@ BARE = re.compile(rf"\s*(?={{)|{OPENING.pattern}")
 PART_OF_OPENING = re.compile(r"`{1,2}\Z|```(?:j|js|jso|json)?\s*\Z")
 #: The beginning of a call whose arguments can be passed on while they are written.
 HEADER = re.compile(
-    r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*(?:(\})|,\s*"(?:arguments|parameters)"\s*:\s*(?=\{))'
+    r'\s*\{\{?\s*"name"\s*:\s*"([^"\\]*)"\s*(?:(\})|,\s*"(?:arguments|parameters)"\s*:\s*(?=\{))'
 )
 #: First keys of a call.
 KEYS = ("name", "arguments", "parameters")
@@ -197,19 +197,22 @@ class CallReader:
     """Reads a completion in pieces, and separates its content from the calls in it.
 
     A call is <tool_call>{"name": "f", "arguments": {...}}</tool_call>, the same object in a fenced block of JSON, or
-    the object alone at the start of the answer. Text that may be a call is held back until that is decided; the
-    arguments of a call are passed on as they are written.
+    the object alone at the start of the answer; its outer braces may be doubled, as Qwen2.5's template writes them.
+    Text that may be a call is held back until that is decided; the arguments of a call are passed on as they are
+    written.
 
     Args:
         names: the names of the tools.
         first_only: whether only the first call counts.
+        strict: the names whose calls the grammar has checked, which it does if the name comes first.
 
     Attributes:
         calls: the calls so far, in OpenAI's format.
     """
 
-    def __init__(self, names: set[str], first_only: bool) -> None:
+    def __init__(self, names: set[str], first_only: bool, strict: frozenset[str] = frozenset()) -> None:
         self._names = names
+        self._strict = strict
         self._first_only = first_only
         self.calls: list[dict[str, Any]] = []
         #: Text that is not decided yet, and the method that decides about it; it returns whether to go on.
@@ -335,9 +338,8 @@ class CallReader:
         return False
 
     def _read_end(self, end: bool) -> bool:
-        """Drop the closing brace and tag of a call."""
-        rest = self._text.lstrip()
-        rest = rest[1:].lstrip() if rest[:1] == "}" else rest
+        """Drop the closing braces and tag of a call."""
+        rest = self._text.lstrip("} \n\r\t")
         if not end and len(rest) < len(self._closing) and self._closing.startswith(rest):
             return False
         if not rest and not end:
@@ -358,7 +360,7 @@ class CallReader:
             return None
         # Other JSON may have a list or an object here, which are unhashable.
         name = given.get("name") if isinstance(given, dict) else None
-        if not isinstance(name, str) or name not in self._names:
+        if not isinstance(name, str) or name not in self._names or name in self._strict:
             return None
         arguments = given.get("arguments", given.get("parameters", {}))
         return name, arguments if isinstance(arguments, str) else json.dumps(arguments)
@@ -367,7 +369,8 @@ class CallReader:
 def _may_be_call(text: str) -> bool:
     """Whether a text may be the beginning of a call: an object whose first key is one of a call's."""
     text = text.lstrip()
-    inside = text[1:].lstrip()
+    inside = text.removeprefix("{")
+    inside = inside.removeprefix("{").lstrip()
     if text[:1] not in ("", "{") or inside[:1] not in ("", '"'):
         return False
     key, closed, _ = inside[1:].partition('"')
