@@ -16,11 +16,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from typing import get_args
 
 import httpx
 import pytest
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from transformers import DynamicCache
 
 import families
@@ -31,12 +32,13 @@ from lookahead.drafters.prompt_lookup import PromptLookupDraftState
 from lookahead.hf.facts import cache_name
 from lookahead.hf.model import HFModel
 from lookahead.server import connections, grammar, memory
-from lookahead.server.app import create_app
+from lookahead.server.app import REQUESTS, create_app
 from lookahead.server.grammar import GrammarProcess
 from lookahead.server.logs import log_to_stderr
 from lookahead.server.memory import most_tokens
 from lookahead.server.prepare import Preparer
 from lookahead.server.protocol import ChatRequest, CompletionRequest
+from lookahead.server.response_api import ResponsesRequest
 from lookahead.server.responses import Answer
 from lookahead.server.settings import Settings
 from lookahead.text.decoder import TextDecoder
@@ -137,8 +139,20 @@ def test_a_client_that_reads_nothing_is_disconnected(llm, monkeypatch):
         (CompletionRequest, {"prompt": [[]] * 900_000}),
         (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 150_000}]}),
         (ChatRequest, {"messages": [{}] * 1_000_000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "x"}], "modalities": [0] * 1_000_000}),
+        (ResponsesRequest, {"input": "x", "metadata": dict.fromkeys(map(str, range(300_000)), 1)}),
     ],
-    ids=["keys", "biases", "metadata", "prompts", "empty prompts", "parts", "messages"],
+    ids=[
+        "keys",
+        "biases",
+        "metadata",
+        "prompts",
+        "empty prompts",
+        "parts",
+        "messages",
+        "modalities",
+        "metadata of a response",
+    ],
 )
 def test_a_large_invalid_body_is_refused_at_its_first_error(kind, body):
     """Counted in processor time, because other tests run at the same time."""
@@ -147,6 +161,32 @@ def test_a_large_invalid_body_is_refused_at_its_first_error(kind, body):
         kind.model_validate(body)
     assert error.value.error_count() < 3
     assert time.thread_time() - begin < 0.3
+
+
+def models_in(kind):
+    """The models of a type, at any depth."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return {kind}.union(*(models_in(field.annotation) for field in kind.model_fields.values()))
+    return set().union(*map(models_in, get_args(kind)))
+
+
+def count_of_errors(kind, name, value):
+    try:
+        kind.model_validate({name: value})
+    except ValidationError as error:
+        return sum(each["loc"][0] == name for each in error.errors())
+    return 0
+
+
+@pytest.mark.parametrize(
+    "kind", set().union(*map(models_in, REQUESTS.values())), ids=lambda kind: kind.__name__
+)
+def test_no_list_or_object_is_checked_beyond_its_first_error(kind):
+    """One body may have two million wrong items. Each branch of a union may report an error."""
+    items = (0, "x", None, {}, [])
+    many = [[item] * 5000 for item in items] + [dict.fromkeys(map(str, range(5000)), item) for item in items]
+    names = [field.alias or name for name, field in kind.model_fields.items()]
+    assert not [name for name in names for value in many if count_of_errors(kind, name, value) > 3]
 
 
 def deep(levels):

@@ -89,6 +89,8 @@ Prompt = Annotated[
     | Annotated[Items[TokenIds], _at_most(4096), Tag("list[list]")],
     Discriminator(_kind_of_prompt),
 ]
+#: What clients note about a request.
+Metadata = Annotated[dict[str, str], _at_most(16)]
 #: A JSON object of any form.
 Free = Annotated[dict[str, Any], AfterValidator(_shallow)]
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
@@ -419,9 +421,7 @@ class Generating(Strict):
     )
     #: Fields that clients send by default and that do not affect the text here.
     user: str | None = Field(None, description="Accepted; has no effect.")
-    metadata: Annotated[dict[str, str], _at_most(16)] | None = Field(
-        None, description="Accepted; has no effect."
-    )
+    metadata: Metadata | None = Field(None, description="Accepted; has no effect.")
     store: bool | None = Field(None, description="Accepted; has no effect, because nothing is stored here.")
     service_tier: str | None = Field(
         None, description="Accepted; has no effect, because there is only one tier."
@@ -495,7 +495,7 @@ class ChatRequest(Generating):
         None,
         description="Continue the last message instead of answering it; needs add_generation_prompt false.",
     )
-    modalities: list[Literal["text"]] | None = Field(None, description="Only text.")
+    modalities: Items[Literal["text"]] | None = Field(None, description="Only text.")
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted; has no effect.")
 
     @property

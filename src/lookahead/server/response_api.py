@@ -18,7 +18,18 @@ from pydantic import Field
 
 from ..core import LookaheadError, Update
 from .api_errors import Refused, status_of
-from .protocol import ChatRequest, Content, Free, Function, Items, Lenient, StreamOptions, Strict, plain
+from .protocol import (
+    ChatRequest,
+    Content,
+    Free,
+    Function,
+    Items,
+    Lenient,
+    Metadata,
+    StreamOptions,
+    Strict,
+    plain,
+)
 from .responses import ChatAnswer
 
 #: Limits of the conversations that are kept: their number, and the characters of all of them.
@@ -110,9 +121,9 @@ class ResponsesRequest(Strict):
     truncation: Literal["disabled"] | None = Field(None, description="Only disabled, the default.")
     background: Literal[False] | None = Field(None, description="Only false, the default.")
     stream_options: StreamOptions | None = Field(None, description="Accepted; has no effect.")
-    include: list[str] | None = Field(None, description="Accepted; has no effect.")
+    include: Items[str] | None = Field(None, description="Accepted; has no effect.")
     user: str | None = Field(None, description="Accepted; has no effect.")
-    metadata: dict[str, str] | None = Field(None, max_length=16, description="Returned with the response.")
+    metadata: Metadata | None = Field(None, description="Returned with the response.")
     service_tier: str | None = Field(None, description="Accepted; has no effect.")
     safety_identifier: str | None = Field(None, description="Accepted; has no effect.")
     prompt_cache_key: str | None = Field(None, description="Accepted; has no effect.")
