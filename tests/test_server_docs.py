@@ -15,6 +15,8 @@ import httpx
 import pytest
 import yaml
 
+import lookahead
+from gguf_files import write_gguf
 from lookahead.server.connections import MOST, SENDING
 from lookahead.server.grammar import ALLOWANCE, LARGEST, PATIENCE
 from lookahead.server.metrics import Metrics
@@ -35,6 +37,15 @@ def test_the_page_lists_every_field_setting_and_metric():
         assert len(rows) > 2, name
         assert all(cell is not None for row in rows for cell in row), name
         assert all(f"| {row[0]} |" in text for row in rows), name
+
+
+def test_the_page_gives_the_bytes_of_a_token(tmp_path):
+    write_gguf(tmp_path / "model.gguf", "llama", "Q8_0")
+    compiled = lookahead.load(tmp_path / "model.gguf").model.compiled
+    numbers = 2 * len(compiled._layers) * compiled.key_heads * compiled.padded_head
+    size = compiled.token_bytes // numbers
+    for layers, heads, width in ((30, 3, 64), (24, 2, 64), (28, 2, 128)):
+        assert f" {2 * layers * heads * width * size:,} " in PAGE.read_text().replace("\n", " ")
 
 
 def test_the_page_names_every_path_and_status():
