@@ -553,7 +553,7 @@ def test_an_interrupt_leaves_whole_lines_and_resume_goes_on(model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ([], "exactly one of --prompt, --prompt-file and --input must be given, got none"),
+        ([], "got none; an argument without a name is the model, not the prompt"),
         (["--prompt", "x", "--prompt-file", "y"], "got --prompt and --prompt-file"),
         (["--prompt", ""], "must not be empty"),
         (["--prompt", "x", "--output", "y"], "--output needs --input"),
@@ -1083,7 +1083,7 @@ def test_every_option_of_the_python_api_that_text_can_say_is_in_help_all():
                 assert (flag in text and field.metadata["help"] in text) == offered, flag
 
 
-def test_the_help_of_generate_has_four_groups_and_eleven_options():
+def test_the_help_of_generate_has_four_groups_and_twelve_options():
     def groups(flag):
         text = ANSI.sub("", CliRunner().invoke(app, ["generate", flag], env={"COLUMNS": "200"}).stdout)
         parts = re.findall(r"^╭─ (.*?) ─+╮\n(.*?)^╰", text, re.S | re.M)
@@ -1097,7 +1097,8 @@ def test_the_help_of_generate_has_four_groups_and_eleven_options():
             *("Arguments", "Prompt and output", "Generation", "Drafting", "Model and machine"),
         ]
     )
-    assert sum(map(len, short.values())) == 11 + len(("--help", "--help-all"))
+    assert sum(map(len, short.values())) == 12 + len(("--help", "--help-all"))
+    assert "top-p" in short["Generation"]
     assert sum(map(len, whole.values())) > 50
     assert groups("--help") == short, "the help stays short after a long one"
 

@@ -225,6 +225,7 @@ class Options(OptionSet):
         "Sample from the most likely tokens that together have probability p.",
         SHARE,
         neutral=1.0,
+        common=True,
     )
     min_p: float | None = option(
         None,

@@ -47,7 +47,7 @@ class Task(OptionSet):
         if len(sources) != 1:
             raise SettingsError(
                 "exactly one of --prompt, --prompt-file and --input must be given, got "
-                + (" and ".join(sources) or "none")
+                + (" and ".join(sources) or "none; an argument without a name is the model, not the prompt")
             )
         for name in ("output", "resume", "batch_size"):
             if name in given and self.input is None:
