@@ -21,6 +21,8 @@ from lookahead.core import SettingsError
 from lookahead.cpu import gguf_blueprint, weight_cache
 from lookahead.cpu.load import read_model
 from lookahead.cpu.weight_cache import HEADER, MappedPanels
+from lookahead.drafters.adaptive import measure
+from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.gguf.file import GGUFFile
 
 #: Every block type that is packed, and one that is decoded.
@@ -320,6 +322,19 @@ def test_a_read_only_disk_leaves_the_weights_in_memory(number, path, monkeypatch
     with pytest.warns(UserWarning, match=os.strerror(number)) as lines:
         assert not is_mapped(load(path))
     assert len(lines) == 1
+
+
+@pytest.mark.usefixtures("measured_curves")
+def test_where_nothing_can_be_written_one_line_says_so(path, folder, monkeypatch, capsys):
+    """The cost curve is not kept either, which needs no second line."""
+    folder.parent.parent.write_text("a file where the folder should be")
+    monkeypatch.setattr(measure, "measure", lambda target: (CostCurve.assumed(False), True))
+    with pytest.warns(UserWarning, match="must be a writable folder") as lines:
+        llm = lookahead.load(path)
+    assert len(lines) == 1
+    llm.generate("the cat", max_new_tokens=5)
+    assert llm.model.state["curves"]
+    assert capsys.readouterr().err == ""
 
 
 def test_a_cache_on_a_read_only_disk_is_mapped(path, folder, monkeypatch):

@@ -31,7 +31,7 @@ def read_model(file: GGUFFile, cache: bool = True) -> PackedModel:
         Unsupported: the compiled path does not support the file; the message is the reason, in one line.
     """
     with FileReader(file) as reader:
-        blueprint = _blueprint(reader, cache)
+        blueprint, told = _blueprint(reader, cache)
         model = PackedModel(
             blueprint,
             file.metadata["general.architecture"],
@@ -41,6 +41,8 @@ def read_model(file: GGUFFile, cache: bool = True) -> PackedModel:
             file.weights,
             file.parameter_count - _counted_twice(file, blueprint),
         )
+    if told:
+        model.state["unwritable cache"] = {}
     for kind, size in reader.decoded.items():
         warnings.warn(
             f"{file.path.name}: the compiled path does not support {kind} blocks; those tensors are decoded to "
@@ -61,15 +63,21 @@ def _counted_twice(file: GGUFFile, blueprint: Blueprint) -> int:
     return blueprint.vocabulary * blueprint.hidden if alike else 0
 
 
-def _blueprint(reader: FileReader, cache: bool) -> Blueprint:
-    """The parts of the model, with its packed weights mapped from the cache if that is possible."""
+def _blueprint(reader: FileReader, cache: bool) -> tuple[Blueprint, bool]:
+    """The parts of the model, with its packed weights mapped from the cache if that is possible.
+
+    Returns:
+        (the parts, whether a line has said that nothing can be written to the cache).
+    """
+    told = False
     if cache and weight_cache.is_on() and reader.size >= weight_cache.LEAST:
         try:
             with weight_cache.panels_of(reader.file, reader.size) as panels:
                 blueprint = reader.blueprint(panels)
                 reader.file.check_unchanged()
-                return blueprint
+                return blueprint, told
         except OSError as error:
             instead = "this process packs the weights into its own memory; --no-weight-cache omits this line"
             warnings.warn(str(not_writable(weight_cache.folder(), error, instead)), UserWarning, stacklevel=3)
-    return reader.blueprint(ArrayMemory(reader.size))
+            told = True
+    return reader.blueprint(ArrayMemory(reader.size)), told

@@ -190,7 +190,9 @@ def curve_of(
         curve = known_curve(model, target)
         if curve is None:
             fresh = make_target()
-            curve = load_or_measure(fresh, curve_key(model, fresh), notice, runs_on_gpu(model))
+            told = "unwritable cache" in model.state  # one line about it is enough
+            say = (lambda line: None) if told else notice
+            curve = load_or_measure(fresh, curve_key(model, fresh), say, runs_on_gpu(model))
             model.state.setdefault("curves", {})[_place(model, target)] = curve
         return curve
 
