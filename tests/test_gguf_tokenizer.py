@@ -2,6 +2,8 @@
 
 import copy
 import random
+import threading
+import time
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -362,6 +364,26 @@ def test_a_part_of_a_vocabulary_encodes_as_the_whole(text):
 def partly_and_whole():
     metadata = GGUFFile(smollm()).metadata | {"tokenizer.ggml.add_bos_token": True}
     return read_tokenizer(metadata), build_tokenizer(metadata)
+
+
+def test_other_threads_run_while_a_text_is_encoded():
+    """Encoding a prompt of two million digits stopped the streams of all clients for 10 s."""
+    tokenizer = read_tokenizer(GGUFFile(smollm()).metadata)
+    tokenizer("x" * (SHORT + 1))  # builds the tokenizer
+    over, ticks = threading.Event(), []
+
+    def tick():
+        while not over.wait(0.001):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.monotonic()
+    tokenizer("17" * 200_000)
+    end = time.monotonic()
+    over.set()
+    thread.join()
+    assert sum(begin < at < end for at in ticks) > 10
 
 
 def test_a_long_text_builds_the_whole_tokenizer():
