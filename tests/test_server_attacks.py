@@ -484,6 +484,13 @@ def test_no_failure_puts_text_into_the_log_or_the_metrics(llm, monkeypatch, logg
     assert all(json.loads(line) for line in logged().splitlines())
 
 
+def test_lines_of_libraries_are_json_too(logged):
+    """asyncio wrote 95 MB of traces when there were no files left for connections."""
+    for name in ("asyncio", "uvicorn.error", "py.warnings"):
+        logging.getLogger(name).warning("too many %s", "files")
+    assert [json.loads(line)["event"] for line in logged().splitlines()] == ["too many files"] * 3
+
+
 def test_a_request_line_has_the_client_and_the_time_to_the_first_token(served, logged):
     chat(served, max_tokens=3)
     served.wait(lambda: '"event": "request"' in logged(), 10)
