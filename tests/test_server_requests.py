@@ -323,6 +323,15 @@ def test_strict_tools_may_be_called_or_not(served):
         assert follows(served, demanded(body), text) == allowed, text
 
 
+def test_further_keys_of_a_call_are_no_text():
+    call = '{"name": "add", "arguments": {"x": 1}, "id": "a\\"}b", "ok": true}'
+    for text in (call, f"{{{call}}}", f"<tool_call>{call}</tool_call>", f"```json\n{call}\n```"):
+        reader = CallReader({"add"}, False)
+        pieces = [reader.push(letter)[0] for letter in f"{text}\nDone, so."]
+        assert "".join([*pieces, reader.push("", end=True)[0]]).strip() == "Done, so.", text
+        assert [one["function"]["arguments"] for one in reader.calls] == ['{"x": 1}']
+
+
 def test_a_call_that_the_grammar_has_not_checked_is_text():
     text = '{"arguments": {"x": 1}, "name": "add"}'
     assert CallReader({"add"}, False).push(text, end=True)[1]

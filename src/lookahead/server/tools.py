@@ -187,6 +187,9 @@ PART_OF_OPENING = re.compile(r"`{1,2}\Z|```(?:j|js|jso|json)?\s*\Z")
 HEADER = re.compile(
     r'\s*\{\{?\s*"name"\s*:\s*"([^"\\]*)"\s*(?:(\})|,\s*"(?:arguments|parameters)"\s*:\s*(?=\{))'
 )
+#: Keys after the arguments of a call, such as an id, and the comma of one that is not complete yet.
+MORE_KEYS = re.compile(r'(?:\s*,\s*"[^"\\]*"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[\w.+-]+)(?=\s*[,}]))*')
+PART_OF_KEY = re.compile(r'\s*,\s*(?:"|\Z)')
 #: First keys of a call.
 KEYS = ("name", "arguments", "parameters")
 #: Ids as Mistral's chat templates demand them.
@@ -338,8 +341,11 @@ class CallReader:
         return False
 
     def _read_end(self, end: bool) -> bool:
-        """Drop the closing braces and tag of a call."""
-        rest = self._text.lstrip("} \n\r\t")
+        """Drop further keys, the closing braces and the tag of a call."""
+        rest = self._text[MORE_KEYS.match(self._text).end() :]  # type: ignore[union-attr]
+        if not end and PART_OF_KEY.match(rest):
+            return False
+        rest = rest.lstrip("} \n\r\t")
         if not end and len(rest) < len(self._closing) and self._closing.startswith(rest):
             return False
         if not rest and not end:
