@@ -408,6 +408,16 @@ def test_structured_outputs_that_are_refused(served, structured):
     assert chat(served, status=400, structured_outputs=structured)["error"]["param"] == "structured_outputs"
 
 
+def test_json_objects_may_have_a_schema_as_in_llama_cpp(served):
+    form = {"type": "json_object", "schema": {"const": "foo"}}
+    answer = chat(served, response_format=form, max_tokens=20)
+    assert answer["choices"][0]["message"]["content"] == '"foo"'
+    for wrong in ({"type": "text"}, {"type": "json_schema", "json_schema": {"schema": {}}}):
+        asked = wrong | {"schema": form["schema"]}
+        error = chat(served, status=400, response_format=asked)["error"]
+        assert error["message"].startswith("response_format: schema belongs to the type json_object")
+
+
 # ------------------------------------------------------------------------------------------ lm-eval
 
 

@@ -425,6 +425,8 @@ def _constraint(body: Generating) -> Constraint | None:
     """What the output must match; None for free text."""
     form = body.response_format
     structured = body.structured_outputs
+    if form is not None and form.schema_ is not None and form.type != "json_object":
+        raise SettingsError(f"response_format: schema belongs to the type json_object, got {form.type}")
     if form is not None and form.type != "text":
         if structured is not None:
             raise SettingsError("structured_outputs: and response_format are mutually exclusive")
@@ -432,7 +434,8 @@ def _constraint(body: Generating) -> Constraint | None:
             raise SettingsError(
                 "response_format: json_schema must be given if and only if the type is json_schema"
             )
-        schema = form.json_schema.schema_ if form.json_schema is not None else {"type": "object"}
+        named = form.json_schema.schema_ if form.json_schema is not None else form.schema_
+        schema = named if named is not None else {"type": "object"}
         return Constraint("json", schema, "response_format")
     if structured is None:
         return None

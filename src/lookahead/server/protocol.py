@@ -238,6 +238,8 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    #: A schema for json_object, where llama.cpp's clients give it.
+    schema_: Free | None = Field(None, alias="schema")
 
 
 class StructuredOutputs(Strict):
@@ -406,7 +408,9 @@ class Generating(Strict):
     )
     ignore_eos: bool | None = Field(None, description="Continue after the model's end tokens.")
     response_format: ResponseFormat | None = Field(
-        None, description="text, json_object, or json_schema with a schema; needs the extra [grammar]."
+        None,
+        description="text, json_object (with or without a schema), or json_schema with a schema; needs the extra "
+        "[grammar].",
     )
     structured_outputs: StructuredOutputs | None = Field(
         None,
