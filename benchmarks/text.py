@@ -176,14 +176,29 @@ def _methods(load: Callable[[], ModelUnderTest], plain: str, other: str) -> Repo
     model = load()
     options = RunOptions(max_new_tokens=TOKENS)
     (right,), (judged, *_) = (make_methods(name, model, warm=False) for name in (plain, other))
-    findings = []
+    pairs = []
     for text in PROMPTS:
         prompt = model.tokenizer(text).input_ids
         a, b = (
             _completion(model, prompt, method.decode(model, prompt, options)) for method in (right, judged)
         )
-        findings.append(judge(text, a, b, BOUND))
-    return Report(findings, BOUND)
+        pairs.append((text, a, b))
+    return judged_by_reference(pairs)
+
+
+def judged_by_reference(pairs: Sequence[tuple[str, Completion, Completion]]) -> Report:
+    """Judge completions whose log-probabilities are those of float32 and not of the engine.
+
+    Where the engine's plain token is less likely than the other one in float32, the engine is off by at least that
+    much. A gap is a difference of two log-probabilities, each of which may be as far off.
+
+    Args:
+        pairs: prompt, plain completion and the one to judge.
+    """
+    gaps = [judge(*pair, BOUND).gap for pair in pairs]
+    noise = max((-gap for gap in gaps if gap is not None and gap < 0), default=0.0)
+    bound = max(BOUND, 2 * noise)
+    return Report([judge(*pair, bound) for pair in pairs], bound, noise)
 
 
 def process_lines() -> Iterator[Line]:
@@ -319,9 +334,9 @@ def _write(given: argparse.Namespace, record: dict[str, Any], figures: dict[str,
     body = [
         f"{len(PROMPTS)} prompts (code, arithmetic, prose, lists, other scripts), greedy, {TOKENS} new tokens, as",
         "`lookahead verify` judges them: *equal* is the same text; *rounding* is a difference where the plain token",
-        f"was at most {BOUND:g} nats more likely; *wrong* is a larger gap; *not judged* means that the plain side",
-        "does not repeat its own text or gives no log-probabilities there. Each line compares with plain decoding of",
-        "the same engine and weights, so the lines *plain, twice* show what an engine repeats.",
+        f"was at most {BOUND:g} nats more likely, or twice the noise; *wrong* is a larger gap; *not judged* means",
+        "that the plain side does not repeat its own text or gives no log-probabilities there. Each line compares",
+        "with plain decoding of the same engine and weights; *plain, twice* shows what an engine repeats.",
         "",
         table(figures["lines"]),
         "",

@@ -494,3 +494,17 @@ def test_the_page_counts_the_findings_of_each_engine() -> None:
     assert found["counts"] == {"equal": 1, "rounding": 1}
     assert [each["verdict"] for each in found["findings"]] == ["rounding"]
     assert "| engine | plain, twice | 1 | 1 | 0 | 0 | 0.1 |" in table({"engine": {"plain, twice": found}})
+
+
+@pytest.mark.parametrize(("least", "verdict"), [(-0.1, "wrong"), (-0.3, "rounding")])
+def test_an_engine_that_is_off_by_much_in_float32_has_a_wider_bound(least: float, verdict: str) -> None:
+    """Its own log-probabilities are unknown: a gap of 0.5 is rounding if another one is -0.3."""
+    from benchmarks.text import judged_by_reference
+
+    def pair(gap: float) -> tuple[str, Completion, Completion]:
+        tokens = [Token("a", 0, -0.5, [("b", -0.5 - gap), ("a", -0.5), ("c", -9.0)])]
+        return "x", Completion("a", "length", 1, tokens), Completion("b", "length", 1, [])
+
+    report = judged_by_reference([pair(least), pair(0.5)])
+    assert [each.verdict for each in report.findings] == ["rounding", verdict]
+    assert report.noise == pytest.approx(-least)
