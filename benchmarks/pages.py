@@ -36,7 +36,7 @@ from .measured import (
 )
 from .paper import ablation, committed, end_to_end, scaling_law
 from .report import markdown_table as table
-from .text import largest_gap, versions
+from .text import largest_gap, runs, versions
 from .trained import ABOUT, DRAFT_MODEL
 
 ROOT = DOCS.parent
@@ -280,7 +280,7 @@ def engines_section() -> str:
     words = (QUESTIONS / "text.txt").read_text(encoding="utf-8")
     heads = ["engine", "compared", *verdicts, "largest gap"]
     words = words.replace("{{table}}", table(heads, rows, texts=2))
-    return words.replace("{{versions}}", "\n".join(versions(figures))).strip()
+    return words.replace("{{versions}}", "\n".join(versions(figures) + runs(figures))).strip()
 
 
 def s_by_rows() -> Values:

@@ -26,7 +26,7 @@ from typing import Any
 
 import lookahead
 from lookahead.bench.methods import ModelUnderTest, Outcome, RunOptions, load_model
-from lookahead.bench.record import environment
+from lookahead.bench.record import describe, environment
 from lookahead.cli.verify_exact import PROMPTS
 from lookahead.core import LookaheadError
 from lookahead.referee import BOUND, Report, Server, Side, Verdict, compare_greedy, judge
@@ -256,6 +256,17 @@ def versions(figures: dict[str, Any]) -> list[str]:
     ]
 
 
+def runs(figures: dict[str, Any]) -> list[str]:
+    """The runs that the lines come from, with the engines of each, as list items; none if it is one run."""
+    engines: dict[str, dict[str, None]] = {}
+    for engine, lines in figures["lines"].items():
+        for line in lines.values():
+            engines.setdefault(line.get("where", ""), {})[engine] = None
+    if len(engines) < 2:
+        return []
+    return [f"- Run of {'; '.join(names)}: {where or 'not recorded'}." for where, names in engines.items()]
+
+
 def largest_gap(line: dict[str, Any]) -> str:
     """The largest gap of a line's differences in nats; "" without differences."""
     gaps = [each["gap"] for each in line["findings"] if each["gap"] is not None]
@@ -303,7 +314,7 @@ def main() -> None:
             if line.compared in done:
                 continue
             try:
-                done[line.compared] = figures_of(line.run())
+                done[line.compared] = figures_of(line.run()) | {"where": describe(record)}
             except (LookaheadError, OSError) as error:
                 print(f"{line.engine}, {line.compared}: not compared: {reason_of(error)}", flush=True)
                 continue
@@ -341,6 +352,7 @@ def _write(given: argparse.Namespace, record: dict[str, Any], figures: dict[str,
         table(figures["lines"]),
         "",
         *versions(figures),
+        *runs(figures),
     ]
     write_report(given.out, "Does the text change?", record, figures, body)
 

@@ -96,7 +96,8 @@ def test_the_referee_has_a_section_once_it_judged_engines(tmp_path, monkeypatch)
             {
                 "figures": {
                     "lines": {
-                        "x": {"drafts": {"counts": counts, "findings": [{"gap": 0.12}, {"gap": None}]}}
+                        "x": {"drafts": {"counts": counts, "findings": [{"gap": 0.12}, {"gap": None}]}},
+                        "y": {"drafts": {"counts": counts, "findings": [], "where": "there"}},
                     },
                     "versions": {"vllm": "1.2", "openvino-genai": ""},
                 }
@@ -105,7 +106,7 @@ def test_the_referee_has_a_section_once_it_judged_engines(tmp_path, monkeypatch)
     )
     section = pages.engines_section()
     assert "\n| x | drafts | 10 | 2 | 0 | 0 | 0.12 |" in section
-    assert section.endswith("\n\n- vLLM: 1.2.")
+    assert section.endswith("\n\n- vLLM: 1.2.\n- Run of x: not recorded.\n- Run of y: there.")
     assert pages.shown_on("same-text")[0] == "text"
 
 
