@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -194,6 +195,36 @@ for name in names:
     assert len(builder.target_machine().emit_object(module)) > 1000
     print(*(each.name for each in module.functions if each.is_declaration and not each.name.startswith("llvm.")))
 """
+
+
+#: Links a function for macOS.
+FOR_MACOS = """
+import sys
+from pathlib import Path
+import llvmlite.binding as llvm
+from lookahead import builder, processor
+builder.use(next(each for each in processor.LEVELS if each.name == "arm64"), "darwin")
+code, library = map(Path, sys.argv[1:])
+module = llvm.parse_assembly("define i64 @f(i64 %x) { ret i64 %x }")
+code.write_bytes(builder.target_machine().emit_object(module))
+builder._link(code, library)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ziglang") is None, reason="Zig's wheel is not installed")
+def test_a_library_for_macos_has_the_oldest_version_of_its_wheel_and_no_path_of_the_build(tmp_path):
+    library = tmp_path / "library"
+    subprocess.run([sys.executable, "-c", FOR_MACOS, str(tmp_path / "code.o"), str(library)], check=True)
+    content = library.read_bytes()
+    commands, place, found = struct.unpack_from("<I", content, 16)[0], 32, {}
+    for _ in range(commands):
+        command, size = struct.unpack_from("<2I", content, place)
+        found[command] = content[place + 8 : place + size]
+        place += size
+    assert struct.unpack_from("<I", found[0x32], 4) == (11 << 16,)  # LC_BUILD_VERSION: macosx_11_0
+    assert found[0x0D][16:].rstrip(b"\0") == b"arm64.dylib"  # LC_ID_DYLIB
+    assert 0x1D in found  # a signature, without which Apple's processors run no code
 
 
 @pytest.mark.slow

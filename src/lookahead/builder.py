@@ -384,7 +384,9 @@ def _link(code: Path, library: Path) -> None:
         command = [*zig, "ld.lld"]  # LLVM's linker; what else ``zig cc`` links takes half a minute to compile
     else:
         name = {"arm64": "aarch64"}.get(processor.target().architecture, processor.target().architecture)
-        command = [*zig, "cc", "-target", f"{name}-{'macos' if system == 'darwin' else 'windows-gnu'}"]
+        command = [*zig, "cc", "-target", f"{name}-{'macos.11.0' if system == 'darwin' else 'windows-gnu'}"]
+        if system == "darwin":  # without it, the name is the path of this build
+            command.append(f"-Wl,-install_name,{path_of(Path(), processor.target(), system)}")
     if command[0] != "cc" and find_spec("ziglang") is None:
         raise RuntimeError("linking needs Zig or a C compiler; pip install ziglang")
     subprocess.run([*command, "-shared", str(code), "-o", str(library)], check=True)
