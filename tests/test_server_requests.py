@@ -345,10 +345,13 @@ def test_tags_of_the_vocabulary_are_text_for_a_grammar(spelling):
     raw = Tokenizer.from_str(trained())
     if spelling == "\u2581":
         raw.decoder = decoders.Sequence([decoders.Replace(spelling, " "), decoders.ByteFallback()])
-    raw.add_tokens([AddedToken("<tool call>", special=False), AddedToken("<end>", special=True)])
-    tag, end = map(raw.token_to_id, ("<tool call>", "<end>"))
-    vocabulary = json.loads(_with_plain_tags(raw.to_str()))["model"]["vocab"]
-    assert vocabulary[f"<tool{spelling}call>"] == tag
+    names = "<begin>", "<tool call>", "<end>"
+    raw.add_tokens([AddedToken(name, special=" " not in name) for name in names])
+    begin, tag, end = map(raw.token_to_id, names)
+    plain = _with_plain_tags(raw.to_str())
+    assert json.loads(plain)["model"]["vocab"][f"<tool{spelling}call>"] == tag
+    made = Tokenizer.from_str(plain)
+    assert (made.token_to_id("<begin>"), made.token_to_id("<end>")) == (begin, end)
     size = raw.get_vocab_size()
     llm = SimpleNamespace(tokenizer=SimpleNamespace(backend_tokenizer=raw), eos={2}, vocabulary=size)
     for token, allowed in ((tag, True), (end, False)):

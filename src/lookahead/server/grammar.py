@@ -180,6 +180,7 @@ def _with_plain_tags(text: str) -> str:
     for token in tokenizer["added_tokens"]:
         if token["special"]:
             special.append(token)
+            vocabulary[token["content"]] = token["id"]  # else it would get the next free id
         elif letters is None:
             vocabulary[token["content"].replace(" ", "\u2581")] = token["id"]
         else:
