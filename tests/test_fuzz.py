@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import time
 from collections import Counter
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 
 import fuzz
 import lookahead
-from lookahead import Adaptive
+from lookahead import Adaptive, Plain
 from lookahead.core import Stats
 from lookahead.drafters.adaptive.sources.light_head import HeadSource
+from lookahead.server.grammar import GrammarProcess
 
 pytestmark = pytest.mark.filterwarnings("ignore:lookahead.generate runs this model")
 
@@ -146,3 +148,29 @@ def test_it_finds_a_token_that_a_filter_should_not_keep(monkeypatch):
 
     monkeypatch.setattr(lookahead, "generate", wrong)
     assert case.difference()[0] == "scores"
+
+
+@pytest.mark.parametrize("drafter", [Plain(), Adaptive(rows=8)])
+def test_a_mask_that_takes_long_changes_no_token(drafter, monkeypatch):
+    """Targets that process single rows in place cannot evaluate a row again."""
+    llm = fuzz.engine_of("falcon-alibi", 1, "float32")
+    advance = GrammarProcess._advance
+    texts = []
+    for seconds in (0, 0.01):
+        monkeypatch.setattr(
+            GrammarProcess,
+            "_advance",
+            lambda *given, seconds=seconds: (time.sleep(seconds), advance(*given))[1],
+        )
+        with fuzz.Forced():
+            texts.append(
+                fuzz.decode(
+                    llm,
+                    [[5, 6, 7]],
+                    drafter,
+                    {"max_new_tokens": 15, "temperature": 1.0},
+                    constraint=fuzz.CONSTRAINTS[0],
+                )
+            )
+    assert len(texts[0][0][0]) > 5
+    assert texts[0] == texts[1]

@@ -4,14 +4,12 @@ import json
 import random
 import re
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
 
 from lookahead.core import Engine, Request, SettingsError, greedy, loop
-from lookahead.core.errors import NotReady
 from lookahead.core.prefix_cache import PrefixTarget
 from lookahead.drafters import Lookahead, Plain, as_drafter
 from lookahead.drafters.adaptive.cost import CostCurve
@@ -186,33 +184,6 @@ def test_sequences_wait_until_there_is_memory_for_their_tokens():
     assert most > 1
     assert [sequence.tokens for sequence in made[:6]] == plain_texts(6)
     assert len(made[6].tokens) == 3
-
-
-class Slow:
-    """A chooser that is not ready at every third call, as a grammar whose mask takes long."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, scores, node):
-        self.calls += 1
-        if self.calls % 3 == 2:
-            raise NotReady("not yet")
-        return scores.best(node)
-
-    def overlap(self, tree):
-        pass
-
-
-@pytest.mark.parametrize("method", ["lookahead", "prompt-lookup", "adaptive", "plain"])
-def test_a_sequence_that_is_not_ready_continues_in_a_later_step(method):
-    engine = Engine(lambda: FakeTarget(VOCABULARY))
-    made = [engine.add(request) for request in requests(3, method)]
-    slow = [engine.add(replace(request, choose=Slow())) for request in requests(3, method)]
-    while engine.busy:
-        engine.step()
-    assert [sequence.tokens for sequence in made] == plain_texts(3)
-    assert [sequence.tokens for sequence in slow] == plain_texts(3)
 
 
 def test_every_prompt_token_is_read_with_the_row_before_it():

@@ -18,7 +18,7 @@ import yaml
 import lookahead
 from gguf_files import write_gguf
 from lookahead.server.connections import MOST, SENDING
-from lookahead.server.grammar import ALLOWANCE, LARGEST, PATIENCE
+from lookahead.server.grammar import ALLOWANCE, LARGEST
 from lookahead.server.metrics import Metrics
 from lookahead.server.protocol import DEEPEST, LONGEST_STOP, MOST_STOPS
 from lookahead.server.response_api import MOST_CHARACTERS, MOST_KEPT
@@ -144,5 +144,5 @@ def test_every_promise_in_security_md_names_a_test_that_there_is():
     for name in names:
         assert f"def {name}(" in sources, name
     assert (MOST_KEPT, MOST_CHARACTERS) == (256, 64 << 20)
-    for number in (MOST_STOPS, LONGEST_STOP, LARGEST, ALLOWANCE, 1000 * PATIENCE, DEEPEST, SENDING, MOST):
+    for number in (MOST_STOPS, LONGEST_STOP, LARGEST, ALLOWANCE, DEEPEST, SENDING, MOST):
         assert f"{number:,g}" in page, number

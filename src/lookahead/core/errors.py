@@ -19,10 +19,6 @@ class NumericalError(LookaheadError, ArithmeticError):
     """The target's logits are NaN, so no token can be chosen."""
 
 
-class NotReady(LookaheadError):
-    """What chooses a token waits for another thread; the decoding loop evaluates the row again in a later step."""
-
-
 class OutOfMemory(LookaheadError, MemoryError):
     """A forward pass did not fit in memory; the decoding loop retries it with fewer rows."""
 

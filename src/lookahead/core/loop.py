@@ -39,7 +39,7 @@ from itertools import count
 from time import monotonic
 
 from .drafter import UNLIMITED_ROWS, Drafter, DraftState
-from .errors import LookaheadError, NotReady, NumericalError, OutOfMemory, SettingsError, failure
+from .errors import LookaheadError, NumericalError, OutOfMemory, SettingsError, failure
 from .sequence import Request, Sequence, Update
 from .stats import Stats, timed
 from .target import UNLIMITED_SEQUENCES, UNLIMITED_TOKENS, Scores, Target
@@ -467,8 +467,6 @@ class Engine:
         """Emit the tokens of a step. Returns the accepted path; [] if the step has to be repeated."""
         try:
             path, _ = verify(tree, partial(sequence.choose, scores), sequence.emit)
-        except NotReady:
-            return []
         except NumericalError:
             # A masked row can still affect the root: in attention, 0 times NaN is NaN.
             if len(tree) == 1 or sequence.fresh:

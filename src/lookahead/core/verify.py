@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from .errors import NotReady, NumericalError
+from .errors import NumericalError
 from .target import Scores
 from .tree import TokenTree
 
@@ -64,14 +64,14 @@ def verify(
         token is the bonus token, which has no row yet. See the example in ``core.loop``.
 
     Raises:
-        NumericalError, NotReady: no token can be chosen under the root.
+        NumericalError: no token can be chosen under the root.
     """
     path = [0]
     tokens = list[int]()
     while True:
         try:
             token = choose(path[-1])
-        except (NumericalError, NotReady):
+        except NumericalError:
             if not tokens:
                 raise
             return path[:-1], tokens  # the row is evaluated again as the next root

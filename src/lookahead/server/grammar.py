@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core import SettingsError
-from ..core.errors import NotReady
 from ..text.tokenizer import byte_alphabet
 from .api_errors import Refused
 
@@ -37,9 +36,6 @@ MOST_ITEMS = 5000
 #: Processor seconds for the masks of a completion, and what each token adds.
 ALLOWANCE = 0.25
 ALLOWANCE_PER_TOKEN = 0.005
-#: Seconds for which the decoding thread waits for a mask, which is computed beside the forward pass. A sequence whose
-#: mask takes longer continues in a later step, so that the others do not wait for it.
-PATIENCE = 0.001
 #: Annotations of a schema, which do not restrict the output.
 ANNOTATIONS = ("description", "title", "$comment")
 #: Text with voluntary calls, in the forms that ``tools.CallReader`` reads. A tag must be followed by a call. An
@@ -269,18 +265,12 @@ class GrammarProcess:
 
         Raises:
             Refused: the grammar rejects a token that was emitted, or takes too much time.
-            NotReady: the mask is not computed yet.
         """
         if self._seen is None:
             self._seen = ids.shape[1]
-        patience: float | None = PATIENCE
         for token in ids[0, self._seen :].tolist():  # without ``accept``, as by an ordinary processor
             self.accept(token)
-            patience = None
-        try:
-            mask = self._first if self._mask is None else self._mask.result(patience)
-        except TimeoutError:
-            raise NotReady(f"{self._param}: the mask of the next token is not computed yet") from None
+        mask = self._first if self._mask is None else self._mask.result()
         packed = np.frombuffer(mask, np.uint8)
         allowed = np.unpackbits(packed, count=self._vocabulary, bitorder="little").astype(bool)
         scores[0, ~allowed] = float("-inf")  # both an array and a tensor can be indexed by an array
