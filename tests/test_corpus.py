@@ -284,9 +284,10 @@ def test_tokenizers_without_a_table_say_why() -> None:
 
 @pytest.mark.slow
 def test_another_process_builds_the_table(tmp_path, monkeypatch) -> None:
-    """As for a new user, with nothing replaced but the smallest vocabulary."""
+    """As for a new user, but for the smallest vocabulary, and the priority, as other tests run at the same time."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(base_files, "SMALLEST_VOCABULARY", 1000)
+    monkeypatch.setattr(base_files, "NICE", 0)
     monkeypatch.setattr(base_files, "_building", {})
     llm = lookahead.load("tiny")
     first = llm.generate("def add(a, b):", max_new_tokens=20, drafter=Adaptive(rows=4))

@@ -161,7 +161,8 @@ def describe(record: Mapping[str, Any], *others: Mapping[str, Any]) -> str:
     parts = [
         describe_machine(record["machine"]),
         f"{threads} thread{'s' if threads > 1 else ''}",
-        *(f"{name} {record[name]}" for name in ("torch", "transformers", "commit") if record[name]),
+        *(f"{name} {record[name]}" for name in ("torch", "transformers") if record[name]),
+        record["commit"] if record["commit"].startswith("version") else f"commit {record['commit']}",
         f"{record['model']} in {' and '.join(dict.fromkeys(forms))}",
     ]
     return ", ".join(parts)

@@ -27,6 +27,8 @@ from .sources.base_table import BaseTable, open_table
 
 #: The tables included in this package.
 INCLUDED = Path(__file__).parent / "tables"
+#: What the process that builds a table adds to its nice value, so that it hardly slows down decoding.
+NICE = 16
 #: The smallest vocabulary for which a table is built. Smaller ones split words into so many pieces that the corpus
 #: would take minutes.
 SMALLEST_VOCABULARY = 8000
@@ -140,7 +142,7 @@ def build_in_background(tokenizer: Any, key: str) -> None:
         key: its key.
     """
     program = (
-        "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); hasattr(os, 'nice') and os.nice(16); "
+        f"import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); hasattr(os, 'nice') and os.nice({NICE}); "
         f"from lookahead.learning.corpus import main; main({key!r})"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
