@@ -590,7 +590,10 @@ class EngineCase(Numbered):
             ids = (stretch * 40)[: draw.choice([1, 2, 16, 33, 64, 130])]
             if alone:  # the engine rejects prompts beyond the trained length
                 ids = ids[:33]
-            self.prompts.append(ids if draw.random() < 0.5 else self.llm.tokenizer.decode(ids) or "x")
+            text = "" if draw.random() < 0.5 else self.llm.tokenizer.decode(ids) or "x"
+            # A byte of its own may become several tokens.
+            fits = text and len(self.llm.tokenizer(text).input_ids) < 150
+            self.prompts.append(text if fits else ids)
 
     def _draw_options(self, draw: random.Random) -> None:
         new = 16 if self.family == "real" else draw.choice([1, 2, 15, 33, 64, 100])

@@ -17,9 +17,11 @@ from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 from transformers.tokenization_utils_base import generate_merges
 
+from gguf_files import write_gguf
 from lookahead.core import SettingsError
 from lookahead.core.errors import Unsupported
 from lookahead.gguf.file import GGUFFile
+from lookahead.text.decoder import TextDecoder
 from lookahead.text.prompts import encode
 from lookahead.text.tokenizer import (
     SHORT,
@@ -489,3 +491,16 @@ def test_what_the_library_cannot_build_is_said_in_one_line():
     refused(
         "no tokenizer can be built from its vocabulary: .+", SENTENCEPIECE | {"tokenizer.ggml.tokens": tokens}
     )
+
+
+def test_the_text_of_broken_bytes_does_not_depend_on_tokens_that_arrive_together(tmp_path):
+    """SentencePiece decodes a run of bytes as a whole, so that one broken byte makes all of them U+FFFD."""
+    write_gguf(tmp_path / "x.gguf", "phi3", ["Q4_0"])
+    tokenizer = read_tokenizer(GGUFFile(tmp_path / "x.gguf").metadata)
+    tokens = [279, *(4 + byte for byte in b"\xc6\xb2\xeb\xa8L"), 269]
+    for size in range(1, len(tokens) + 1):
+        decoder = TextDecoder(tokenizer)
+        for begin in range(0, len(tokens), size):
+            decoder.push(*tokens[begin : begin + size])
+        decoder.finish()
+        assert decoder.drain() == "s\u01b2\ufffd\ufffd\ufffd\ufffdi"

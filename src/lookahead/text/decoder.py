@@ -76,7 +76,9 @@ class TextDecoder:
         window = [*self._window, *tokens]
         text = self._decode(window)
         whole = not text.endswith(INCOMPLETE)
-        if len(tokens) > 1 and not whole:  # all tokens before the unfinished character can be shown
+        if len(tokens) > 1 and INCOMPLETE in text[len(self._shown) :]:
+            # All tokens before an unfinished character can be shown, and what is shown of broken bytes must not
+            # depend on the tokens that arrive together.
             for token in tokens:
                 self.push(token)
             return self.stopped is not None
