@@ -96,9 +96,8 @@ class Commands(TyperGroup):
             if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
                 raise
             if message := error.format_message():
-                takes = (
-                    [each.name for each in error.ctx.command.params] if getattr(error, "ctx", None) else []
-                )
+                command = getattr(getattr(error, "ctx", None), "command", None)
+                takes = [each.name for each in getattr(command, "params", ())]
                 extra_prompt = "unexpected extra argument" in message and "prompt" in takes
                 problem(f"{message} ({'a prompt is given with --prompt' if extra_prompt else 'see --help'})")
             return int(error.exit_code)
