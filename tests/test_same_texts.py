@@ -104,7 +104,8 @@ MODELS = {
     "gguf-mixed": (lambda: gguf("qwen2", MIXED), {}, "cpu", 0.01),
     "gguf-gemma3": (lambda: gguf("gemma3", ["Q4_0", "Q6_K"]), {}, "cpu", 0.01),
     "gguf-f16": (lambda: gguf("llama", ["F16"]), {}, "cpu", 0.01),
-    "gguf-bf16": (lambda: gguf("llama", ["BF16"]), {}, "cpu", 0.01),
+    # Products of pairs of bf16 round otherwise: by 0.016 of the logits' standard deviation, 0.047 at most.
+    "gguf-bf16": (lambda: gguf("llama", ["BF16"]), {}, "cpu", 0.05),
     "gguf-f32": (lambda: gguf("llama", ["F32"]), {}, "cpu", 1e-3),
     "float32": (lambda: "tiny", {"dtype": "float32"}, "cpu", 1e-3),
     "bfloat16": (lambda: "tiny", {"dtype": "bfloat16"}, "cpu", 0.01),
