@@ -87,7 +87,7 @@ def lines(
     step = 10 ** floor(log10(top)) / (1 if top / 10 ** floor(log10(top)) >= 4 else 2)
     ticks = [step * n for n in range(ceil(top / step) + 1)]
     low, high = log2(max(1, xs[0])), log2(xs[-1])
-    left, right, above, below = 44, WIDTH - 16, 56, 256
+    left, right, above, below = 44, WIDTH - 28, 56, 256
 
     def at(x: float, y: float) -> tuple[float, float]:
         share = (log2(max(1, x)) - low) / (high - low or 1)

@@ -48,6 +48,9 @@ CHINESE = {
     "the default, without a table": "默认（无基础表）",
     "plain decoding": "普通解码",
     "the default": "默认",
+    "S by the text of the table, 4 rows": "S 与表的文本量，4 行",
+    "tokens of text": "文本的 token 数",
+    "S, tokens per step": "S，每步 token 数",
     ", prose": "，散文",
     ", code": "，代码",
     " cores": " 核",
@@ -564,7 +567,11 @@ def corpus_section() -> str:
         rows.append([f"{model.removesuffix('.gguf')}, {kind}, {count} rows", without, each])
     words = (QUESTIONS / "corpus.txt").read_text(encoding="utf-8")
     found = table(["", "no table", "S (tokens of text)"], rows, texts=3)
-    return words.replace("{{table}}", found).strip() if lines else ""
+    origins = "; ".join(
+        f"{model.removesuffix('.gguf')}: {machine}, commit {commit[:7]}"
+        for model, machine, commit in dict.fromkeys((x["model"], x["machine"], x["commit"]) for x in lines)
+    )
+    return words.replace("{{table}}", found).replace("{{origins}}", origins).strip() if lines else ""
 
 
 def weights() -> Values:
@@ -793,10 +800,13 @@ def files() -> dict[Path, str]:
     made_here[RESULTS / "speed.zh.svg"] = in_chinese(made_here[RESULTS / "speed.svg"])
     if corpus_lines():
         made_here[RESULTS / "corpus.svg"] = corpus_chart()
+        made_here[RESULTS / "corpus.zh.svg"] = in_chinese(made_here[RESULTS / "corpus.svg"])
     for name in ("README.md", "README.zh.md", "docs/index.md", "docs/zh/index.md"):
         made_here[ROOT / name] = with_blocks((ROOT / name).read_text(encoding="utf-8"), name)
-    for name, folder in (("lesson/7-table.md", ".."), ("zh/lesson/7-table.md", "../..")):
-        picture = f"![S by the number of tokens in the table's text]({folder}/results/corpus.svg)"
+    for name, picture in (
+        ("lesson/7-table.md", "![S by the number of tokens in the table's text](../results/corpus.svg)"),
+        ("zh/lesson/7-table.md", "![S 与表的文本量](../../results/corpus.zh.svg)"),
+    ):
         text = (DOCS / name).read_text(encoding="utf-8")
         made_here[DOCS / name] = with_block(text, name, "corpus", picture if corpus_lines() else "")
     return made_here

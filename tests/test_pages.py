@@ -72,6 +72,8 @@ def test_the_text_of_a_table_has_a_section_once_it_was_measured(tmp_path, monkey
     monkeypatch.setattr(measured, "RESULTS", tmp_path)
     line = {
         "model": "Q-1.5B.gguf",
+        "machine": "a processor, 2 cores",
+        "commit": "0123456789ab",
         "kind": "prose",
         "rows": 4,
         "bytes": 9,
@@ -83,6 +85,7 @@ def test_the_text_of_a_table_has_a_section_once_it_was_measured(tmp_path, monkey
     (tmp_path / "corpus-1.5b.json").write_text(json.dumps(lines))
     text = pages.corpus_section()
     assert "| Q-1.5B, prose, 4 rows | 1.20 | 1.40 (50,000), 1.55 (500,000) |" in text
+    assert "Q-1.5B: a processor, 2 cores, commit 0123456." in text
     assert "50,000" in pages.corpus_chart()
 
 

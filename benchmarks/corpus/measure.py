@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import lookahead
+from lookahead.bench.record import commit, describe_machine, machine
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.base_files import key_of
 from lookahead.drafters.adaptive.settings import DEFAULT_SOURCES
@@ -69,6 +70,7 @@ def measure(llm: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
             corpus.save(part, table, key_of(llm.model), given.least, given.contexts)
         tables[str(len(part))] = str(table) if len(part) else None
     lines = []
+    origin = {"model": Path(llm.name).name, "machine": describe_machine(machine()), "commit": commit()}
     for kind in given.kinds:
         chats = [[{"role": "user", "content": text}] for text in prompts(kind, given.data, given.prompts)]
         common = {"max_new_tokens": given.new_tokens, "temperature": given.temperature, "seed": 0}
@@ -87,7 +89,7 @@ def measure(llm: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
                     steps += result.stats.steps
                     new += result.stats.new_tokens - 1
                 size = Path(path).stat().st_size if path is not None else 0
-                line = {"model": llm.name, "kind": kind, "rows": rows, "tokens": int(tokens), "bytes": size}
+                line = origin | {"kind": kind, "rows": rows, "tokens": int(tokens), "bytes": size}
                 lines.append(
                     {
                         **line,
