@@ -481,6 +481,7 @@ def test_two_fast_passes_confirm_each_other(monkeypatch):
     monkeypatch.setattr(measure, "STEADY", 1.1)
     assert measure.is_steady([1.0, 9.0, 1.05, 5.0])
     assert not measure.is_steady([9.0, 1.0, 5.0])
+    assert not measure.is_steady([1.0])
 
 
 @pytest.mark.parametrize(("on_gpu", "cost"), [(True, 1.2), (False, 16.0)])
@@ -595,9 +596,27 @@ def test_a_slow_model_is_not_held_up(monkeypatch):
     """When time is up, only the smallest numbers of rows have been measured, and one context."""
     target = ClockedTarget(EPYC)
     use_clock(monkeypatch, target)
-    curve, _ = measure.measure(target, 0.5)
-    assert {context: list(points) for context, points in curve.rows.items()} == {64: [1, 2, 4]}
-    assert target.now < 10
+    curve, steady = measure.measure(target, 0.5)
+    assert {context: list(points) for context, points in curve.rows.items()} == {64: [1, 2, 4, 8, 16]}
+    assert target.now < 21
+    assert steady
+
+
+def test_a_slow_plain_pass_does_not_make_rows_look_free(monkeypatch, cache):
+    """As beside fifteen busy processes, where every plain pass of a large model took longer than one of four rows."""
+
+    class Disturbed(ClockedTarget):
+        def forward(self, trees):
+            self.now += len(trees[0][1]) == 1
+            return super().forward(trees)
+
+    target = Disturbed(EPYC)
+    use_clock(monkeypatch, target)
+    monkeypatch.setattr(measure, "STEADY", 1.1)
+    monkeypatch.setattr(measure.measure, "__defaults__", (0.5,))
+    curve = load_or_measure(target, "a", pytest.fail, False)
+    assert curve.pass_cost(16) >= CostCurve.assumed().pass_cost(16)
+    assert load_curve("a", pytest.fail) is None
 
 
 def test_a_target_without_drafts_is_timed_one_row_at_a_time():

@@ -20,16 +20,19 @@ from .settings import AdaptiveSettings
 
 #: Numbers of rows to measure. Exact mode evaluates 64 rows in a pass, which only 128 rows show.
 ROWS = (1, 2, 4, 8, 16, 64, 128)
-#: Those that are measured however long their passes take.
-LEAST_ROWS = (1, 2, 4)
+#: Those that are measured however long their passes take. Beyond the largest one, the last slope continues; after 4
+#: rows on a CPU, it would be too small by several times.
+LEAST_ROWS = (1, 2, 4, 8, 16)
 #: Context lengths to measure.
 CONTEXTS = (64, 512)
 #: Seconds for the whole measurement.
 PATIENCE = 2.0
 #: Largest number of steps after a context; each takes a position.
 MOST_STEPS = 128
-#: The fastest pass is trusted if the second fastest took at most this many times as long.
+#: The fastest pass is trusted if there is a second one, and it took at most this many times as long.
 STEADY = 1.1
+#: A pass of several rows that takes less than this share of a plain pass shows that other work disturbed the latter.
+LEAST_COST = 0.95
 #: Numbers of rows whose fastest passes must be trusted; larger ones are measured few times.
 CHECKED_ROWS = 8
 
@@ -60,6 +63,7 @@ def measure(target: Target, patience: float = PATIENCE) -> tuple[CostCurve, bool
         rows[context] = fitted({number: min(some) for number, some in passes.items()})
         drafting.append(median(drafts) / min(plain))
         steady &= all(is_steady(some) for number, some in passes.items() if number <= CHECKED_ROWS)
+        steady &= all(min(some) >= LEAST_COST * min(plain) for some in passes.values())
         if (perf_counter() - begin) * len(CONTEXTS) > 2 * patience:  # a slow model
             break
     if not rows:
@@ -72,7 +76,7 @@ def measure(target: Target, patience: float = PATIENCE) -> tuple[CostCurve, bool
 def is_steady(seconds: Sequence[float]) -> bool:
     """Whether another pass was nearly as fast as the fastest one."""
     fastest = sorted(seconds)[:2]
-    return fastest[-1] <= STEADY * fastest[0]
+    return len(fastest) == 2 and fastest[1] <= STEADY * fastest[0]
 
 
 def time_steps(
@@ -85,7 +89,7 @@ def time_steps(
         context: number of committed tokens.
         sizes: numbers of rows, ascending. Those that do not fit in memory, the vocabulary or the model's positions
             are left out, and the largest ones if the model is slow.
-        patience: seconds; every number of rows is timed at least once.
+        patience: seconds; every number of rows is timed at least once, and those up to ``CHECKED_ROWS`` twice.
 
     Returns:
         (number of rows -> seconds of each pass, seconds of the drafter's work in drafted steps). Both are empty if
@@ -128,9 +132,11 @@ def time_steps(
         # The size that has taken the least time so far is next.
         end = perf_counter() + patience
         for _ in range(steps - (1 + target.captures) * len(sizes)):
-            rows = min(passes, key=lambda number: sum(passes[number]))
-            if passes[rows] and perf_counter() > end:
+            late = perf_counter() > end
+            wanting = [n for n, some in passes.items() if len(some) < 1 + (n <= CHECKED_ROWS)]
+            if late and not wanting:
                 break
+            rows = min(wanting if late else passes, key=lambda number: sum(passes[number]))
             _, seconds, drafted = step(target, state, rows)
             passes[rows].append(seconds)
             drafting += [drafted] if rows > 1 else []

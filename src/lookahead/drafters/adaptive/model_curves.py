@@ -26,7 +26,7 @@ from ...threads import thread_count
 from .cost import CostCurve
 
 #: Format of the file; also incremented when a change makes compiled passes faster or slower.
-FORMAT = 6
+FORMAT = 7
 #: Devices on which rows are assumed to be nearly free until the curve of a model is measured.
 GPUS = ("cuda", "gpu")
 #: Seconds of ``lookahead tune``.
