@@ -1,7 +1,9 @@
 """The weight cache: what is mapped equals what is packed, and no file of it can change a text or end a process."""
 
+import ctypes
 import errno
 import hashlib
+import mmap
 import os
 import shutil
 import signal
@@ -406,6 +408,36 @@ def test_weights_that_are_mapped_stay(how, path, folder):
         os.replace(other, file)
     assert llm.generate("the cat", max_new_tokens=20).tokens == expected
     assert llm.model.checksum() == lookahead.load(path, weight_cache=False).model.checksum()
+
+
+def pages_in_memory(path):
+    """How many pages of a file the system holds in memory, by mincore(2)."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE) as mapped:
+        held = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), held) == 0
+        return sum(byte & 1 for byte in held)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="for Linux' page cache")
+def test_written_pages_are_read_again(path, folder, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    with other.open("wb") as file:
+        file.write(bytes(1 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if pages_in_memory(other):
+        pytest.skip("a file system in memory")
+    replace, found = os.replace, []
+
+    def look(new, to):
+        found.append(pages_in_memory(new))
+        replace(new, to)
+
+    monkeypatch.setattr(os, "replace", look)
+    load(path)
+    assert found[0] < one(folder).stat().st_size / mmap.PAGESIZE / 10
 
 
 def test_the_least_recently_used_file_is_removed_first(tmp_path, folder, monkeypatch):

@@ -276,6 +276,11 @@ class NewPanels(MappedPanels):
         self._write(0, self.header(name))
         os.fsync(self._file)
         os.fchmod(self._file, 0o400)
+        if hasattr(os, "posix_fadvise") and hasattr(mmap, "MADV_DONTNEED"):
+            # Pages that are read through the map are huge where the file system has huge pages. Those that were
+            # written in pieces are not, and decoding from them is 6 to 9 % slower, so they are read again.
+            self._map.madvise(mmap.MADV_DONTNEED)
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def make_room(size: int) -> None:
