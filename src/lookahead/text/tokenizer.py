@@ -339,10 +339,12 @@ class ByteLevel:
     def of(self, text: str) -> Tokenizer:
         """A tokenizer that encodes this text as the whole vocabulary does."""
         split = self._splitter.encode(text, add_special_tokens=False)
+        known, vocabulary = self.vocabulary, dict(self._always)
         pieces = dict[int | None, str]()
         for word, token in zip(split.word_ids, split.tokens, strict=True):
-            pieces[word] = pieces.get(word, "") + token
-        known, vocabulary = self.vocabulary, dict(self._always)
+            # A byte that the vocabulary lacks is left out, and its neighbours may become a token.
+            if token in known:
+                pieces[word] = pieces.get(word, "") + token
         for piece in set(pieces.values()):
             for begin in range(len(piece)):
                 for end in range(begin + 1, min(len(piece), begin + self._longest) + 1):
