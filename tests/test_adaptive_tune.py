@@ -477,6 +477,17 @@ def test_a_curve_that_other_work_disturbed_is_not_kept_and_rows_cost_at_least_wh
         assert load_or_measure(target, "a", pytest.fail, True).pass_cost(4) < 1.2 + 4 * row
 
 
+def test_a_damaged_curve_is_named_where_a_line_has_said_that_nothing_can_be_written(monkeypatch, cache):
+    target = ClockedTarget(EPYC)
+    use_clock(monkeypatch, target)
+    file = model_curves.curve_file("a")
+    file.parent.mkdir(parents=True)
+    file.write_text("{")
+    lines = []
+    load_or_measure(target, "a", lines.append, False, told=True)
+    assert [str(file) in line for line in lines] == [True]
+
+
 def test_two_fast_passes_confirm_each_other(monkeypatch):
     monkeypatch.setattr(measure, "STEADY", 1.1)
     assert measure.is_steady([1.0, 9.0, 1.05, 5.0])

@@ -191,8 +191,7 @@ def curve_of(
         if curve is None:
             fresh = make_target()
             told = "unwritable cache" in model.state  # one line about it is enough
-            say = (lambda line: None) if told else notice
-            curve = load_or_measure(fresh, curve_key(model, fresh), say, runs_on_gpu(model))
+            curve = load_or_measure(fresh, curve_key(model, fresh), notice, runs_on_gpu(model), told)
             model.state.setdefault("curves", {})[_place(model, target)] = curve
         return curve
 
@@ -204,13 +203,21 @@ def load_or_measure(
 
 
 @overload
-def load_or_measure(target: Target, name: str, notice: Callable[[str], None], on_gpu: bool) -> CostCurve: ...
+def load_or_measure(
+    target: Target, name: str, notice: Callable[[str], None], on_gpu: bool, told: bool = False
+) -> CostCurve: ...
 
 
 def load_or_measure(
-    target: Target | None, name: str, notice: Callable[[str], None], on_gpu: bool
+    target: Target | None, name: str, notice: Callable[[str], None], on_gpu: bool, told: bool = False
 ) -> CostCurve | None:
-    """The curve of a target, read from disk, or measured and saved; without a target, it is only read."""
+    """The curve of a target, read from disk, or measured and saved; without a target, it is only read.
+
+    Args:
+        target, name, notice: as for ``curve_of``.
+        on_gpu: whether rows are nearly free until they are measured.
+        told: whether a line has said that the cache cannot be written.
+    """
     saved = load_curve(name, notice)
     if saved is not None or target is None:
         return saved
@@ -227,7 +234,8 @@ def load_or_measure(
     try:
         save_curve(name, curve)
     except SettingsError as error:
-        notice(str(error))
+        if not told:
+            notice(str(error))
     return curve
 
 
