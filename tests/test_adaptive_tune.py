@@ -47,6 +47,7 @@ CURVE = CostCurve({64: {1: 1.0, 4: 1.2, 8: 1.6}, 512: {1: 1.0, 4: 1.4}}, 0.04)
 def steady(monkeypatch):
     """Keep what is measured, although this machine may be busy, and measure for a short time."""
     monkeypatch.setattr(measure, "STEADY", float("inf"))
+    monkeypatch.setattr(measure, "LEAST_COST", 0.0)
     monkeypatch.setattr(measure.measure, "__defaults__", (0.05,))
     monkeypatch.setattr(model_curves, "TUNING", 0.1)
 
@@ -624,6 +625,7 @@ def test_a_slow_plain_pass_does_not_make_rows_look_free(monkeypatch, cache):
     target = Disturbed(EPYC)
     use_clock(monkeypatch, target)
     monkeypatch.setattr(measure, "STEADY", 1.1)
+    monkeypatch.setattr(measure, "LEAST_COST", 0.95)
     monkeypatch.setattr(measure.measure, "__defaults__", (0.5,))
     curve = load_or_measure(target, "a", pytest.fail, False)
     assert curve.pass_cost(16) >= CostCurve.assumed().pass_cost(16)
