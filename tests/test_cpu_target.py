@@ -22,13 +22,14 @@ from lookahead.core import OutOfMemory, Request, SettingsError, Target, TokenTre
 from lookahead.core.errors import Unsupported
 from lookahead.cpu import formats
 from lookahead.cpu.formats import FORMATS
-from lookahead.cpu.target import CpuTarget, PassArrays, PassLogits
+from lookahead.cpu.target import CpuTarget, PassArrays
 from lookahead.drafters import Plain
 from lookahead.hf import module_families
 from lookahead.hf.facts import ModelFacts
 from lookahead.hf.module_families import REGISTRY, Spec, register, spec_of
 from lookahead.hf.paths import make_target
 from lookahead.hf.testing import tiny_model
+from lookahead.sampling.scores import Logits
 from lookahead.sampling.top import top_of_rows
 from lookahead.testing import assert_same_as_autoregressive, run
 from rows import row_of
@@ -594,10 +595,11 @@ def test_nan_is_found_after_the_best_tokens_were_asked_for(sign):
     ids, odds = top_of_rows(numbers[:128].reshape(2, 64), 8, numbers[128:132].reshape(2, 2))
     memory[4 * 132 : 4 * 148].view(np.int32)[:] = ids.reshape(-1)
     numbers[148:] = odds.reshape(-1)
-    logits = PassLogits(memory, PassArrays.of(memory, compiled, 2))
-    assert np.array_equal(logits.top(8)[0][0], ids)
-    assert logits.argmax(0, 0) == 63
-    assert logits.argmax(0, 1) == -1
+    arrays = PassArrays.of(memory, compiled, 2)
+    logits = Logits(arrays.logits, arrays.peaks, top=(arrays.ids, arrays.odds))
+    assert np.array_equal(logits.top(8)[0], ids)
+    assert logits.argmax(0) == 63
+    assert logits.argmax(1) == -1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -605,13 +607,13 @@ def test_the_best_tokens_of_a_pass_are_those_of_its_logits(dtype):
     target = make_target(tiny_model().to(dtype), path="cpu")
     target.prefill([(0, [1, 2, 3]), (1, [4, 5])])
     scores = target.forward([(0, branched(5, 15)), (1, TokenTree(7))])
-    logits = scores[0]._batch
+    logits = scores[0]._logits
     ids, odds = logits.top(24)
     expected_ids, expected_odds = top_of_rows(logits.rows, 24)
-    assert np.array_equal(ids[0], expected_ids)
-    assert np.array_equal(odds[0], expected_odds)
-    assert [logits.argmax(0, r) for r in range(len(ids[0]))] == [
-        int(logits.row(0, r).argmax()) for r in range(len(ids[0]))
+    assert np.array_equal(ids, expected_ids)
+    assert np.array_equal(odds, expected_odds)
+    assert [logits.argmax(r) for r in range(len(ids))] == [
+        int(logits.row(r).argmax()) for r in range(len(ids))
     ]
 
 

@@ -16,9 +16,10 @@ import torch
 import lookahead
 from lookahead import threads as module
 from lookahead.core import TokenTree
-from lookahead.cpu.target import BufferPool, PassLogits, buffers
+from lookahead.cpu.target import BufferPool, buffers
 from lookahead.hf.paths import make_target
 from lookahead.hf.testing import tiny_model
+from lookahead.sampling.scores import Logits
 from lookahead.threads import one_thread, thread_count
 from processes import result_of
 from test_cpu_target import branched, prompt, tiny
@@ -244,8 +245,8 @@ def test_steps_use_one_buffer_and_what_is_held_stays() -> None:
 def test_decoding_copies_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop and the drafters release a step's scores before the next step."""
     rows: list[int] = []
-    detach = PassLogits.detach
-    monkeypatch.setattr(PassLogits, "detach", lambda self: rows.append(len(self.rows)) or detach(self))
+    detach = Logits.detach
+    monkeypatch.setattr(Logits, "detach", lambda self: rows.append(len(self.rows)) or detach(self))
     llm = lookahead.LLM(tiny_model("llama", seed=1, initializer_range=0.05))
     for method in ("autoregressive", "lookahead", "adaptive"):
         llm.generate([3, 1, 4], max_new_tokens=30, drafter=method)

@@ -158,7 +158,7 @@ def test_more_tokens_than_cells_move_to_a_larger_context(loaded):
     (kept,) = target.forward([(0, TREE)])
     first = row_of(kept, 0)
     (scores,) = target.prefill([(2, prompts[2])])  # 270 tokens
-    assert kept._batch.rows.flags.owndata  # a copy: the old context's memory is gone
+    assert kept._logits.rows.flags.owndata  # a copy: the old context's memory is gone
     assert torch.equal(row_of(kept, 0), first)
     del scores
     for slot in (0, 1, 2):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lookahead.core import NumericalError, SettingsError, greedy
 from lookahead.hf import sampling as tensors
-from lookahead.hf.logits import LogitsBatch
+from lookahead.hf.logits import TensorLogits
 from lookahead.hf.sampling import SeededTensors, TensorChooser, gumbel_tensor
 from lookahead.machine_code import entry
 from lookahead.options import Options
@@ -22,12 +22,12 @@ from lookahead.sampling.choose import Chooser, make_choose
 from lookahead.sampling.draws import GROUP, gumbel_of
 from lookahead.sampling.noise import SeededNoise, gumbel, key_of, start_of
 from lookahead.sampling.processors import ARRAYS, Temperature, make_process
-from lookahead.sampling.scores import HostLogits, LogitsRows
+from lookahead.sampling.scores import Logits, LogitsRows
 from lookahead.threads import one_thread
 
 
 def scores_of(rows):
-    return LogitsRows(LogitsBatch(torch.tensor([rows], dtype=torch.float32)), 0)
+    return LogitsRows(TensorLogits(torch.tensor([rows], dtype=torch.float32)))
 
 
 def splitmix64(seed, count):
@@ -353,8 +353,8 @@ def test_a_temperature_alone_is_applied_to_the_logits_that_matter():
     rows = torch.randn(40, 5000, generator=torch.Generator().manual_seed(2)) * 3
     for logits in (rows, rows.bfloat16()):
         bits = logits.view(torch.int16) if logits.dtype == torch.bfloat16 else logits
-        in_memory = HostLogits(bits.numpy(), np.stack([peaks_of(row) for row in logits.float().numpy()]))
-        tables = [LogitsRows(batch, 0) for batch in (LogitsBatch(logits[None]), in_memory)]
+        in_memory = Logits(bits.numpy(), np.stack([peaks_of(row) for row in logits.float().numpy()]))
+        tables = [LogitsRows(batch) for batch in (TensorLogits(logits[None]), in_memory)]
         texts = []
         for step, kind, noise in (
             (TemperatureLogitsWarper(0.8), TensorChooser, SeededTensors(4, 1, 5000, device="cpu")),

@@ -12,7 +12,7 @@ import lookahead.integrations.vllm
 from learned import save_table
 from lookahead.core import SettingsError
 from lookahead.drafters.adaptive.base_files import table_file, tokenizer_key
-from lookahead.integrations.vllm import Accepted, Proposer
+from lookahead.integrations.vllm import Proposer, known_tokens
 from lookahead.integrations.vllm_costs import DISCARDED, ROUNDS
 from lookahead.testing import repetitive_text
 from toy import tokenizer
@@ -468,8 +468,10 @@ def test_memory_is_bounded():
 
 
 def test_known_tokens_stand_for_logits():
-    ids, odds = Accepted([4, 9]).top([0, 1], 3)
-    assert ids.tolist() == [[4, -1, -1], [9, -1, -1]]
+    scores = known_tokens([4, 9])
+    assert [scores.best(0), scores.best(1)] == [4, 9]
+    ids, odds = scores.top(range(2), 3)
+    assert ids[:, :3].tolist() == [[4, -1, -1], [9, -1, -1]]
     assert odds[:, 0].tolist() == [0, 0]
     assert np.isnan(odds[:, 1:]).all()
 

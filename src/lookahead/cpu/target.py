@@ -6,7 +6,6 @@ import threading
 import weakref
 from bisect import insort_left
 from collections.abc import Sequence
-from math import isnan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from ..core.kv_storage import StoredTarget
 from ..core.memory import memory_errors
 from ..core.target import BIT_EQUAL
 from ..model import Limits
-from ..sampling.scores import HostLogits, LogitsRows
+from ..sampling.scores import Logits, LogitsRows
 from .compiled_model import CompiledModel
 from .execution_plan import KVCache, Segment
 
@@ -71,9 +70,8 @@ class PassArrays(NamedTuple):
         address: of the memory.
         logits: (R, V) fp32, or int16 for the bits of bf16.
         peaks: the largest logit of each group of 32 tokens, (R, V / 32 rounded up) fp32.
-        ids, odds: the best tokens (1, R, top) int32, and their log-odds against the best, fp32.
+        ids, odds: the best tokens (R, top) int32, and their log-odds against the best, fp32.
         states: the hidden states (R, hidden), if they are kept.
-        best, best_odds: ``ids`` and ``odds`` without numpy, (R * top,).
     """
 
     address: int
@@ -82,8 +80,6 @@ class PassArrays(NamedTuple):
     ids: Array
     odds: Array
     states: Array | None
-    best: Any
-    best_odds: Any
 
     @classmethod
     def of(cls, memory: Array, compiled: CompiledModel, rows: int, hidden: bool = False) -> PassArrays:
@@ -107,49 +103,10 @@ class PassArrays(NamedTuple):
             memory.ctypes.data,
             logits[:, : compiled.vocabulary],
             peaks,
-            ids[None],
-            odds[None],
+            ids,
+            odds,
             states,
-            ids.reshape(-1).data,
-            odds.reshape(-1).data,
         )
-
-
-class PassLogits(HostLogits):
-    """The logits (1, R, V) of one pass, in the pass's memory until ``detach``.
-
-    Args:
-        memory: the pass's memory.
-        arrays: the arrays in it.
-    """
-
-    def __init__(self, memory: Array, arrays: PassArrays) -> None:
-        super().__init__(arrays.logits, arrays.peaks, arrays.states)
-        self.memory = memory
-        self._top = arrays.ids, arrays.odds
-        self._best, self._best_odds = arrays.best, arrays.best_odds
-        self._each = arrays.ids.shape[-1]
-
-    def detach(self) -> Array:
-        """Replace the logits with a copy. Returns the memory, which may then be reused."""
-        assert self.peaks is not None
-        assert self._top is not None
-        self.rows = self.rows.copy()
-        self.peaks = self.peaks.copy()
-        self._top = self._top[0].copy(), self._top[1].copy()
-        self._best, self._best_odds = (part.reshape(-1).data for part in self._top)
-        self.states = None if self.states is None else self.states.copy()
-        return self.memory
-
-    def argmax(self, b: int, r: int) -> int:
-        """The best token, found by the pass."""
-        assert self.peaks is not None
-        first = r * self._each
-        # The best token's log-odds against itself are 0, unless its logit is infinite or a logit of the row is NaN.
-        if isnan(self._best_odds[first]) and isnan(self.peaks[r].max()):
-            return -1
-        best: int = self._best[first]
-        return best
 
 
 class CpuTarget(StoredTarget):
@@ -176,7 +133,7 @@ class CpuTarget(StoredTarget):
         self.vocabulary: int = facts.vocabulary
         self.cache = compiled.new_cache(capacity)
         self.lengths: dict[int, int] = {}
-        self._last: weakref.ref[PassLogits] | None = None
+        self._last: weakref.ref[Logits] | None = None
         self._memory: Array | None = None
         #: The arrays of earlier passes by buffer, number of rows, and whether they include hidden states. After a
         #: pass, when caches are cold, making them is slow.
@@ -201,14 +158,13 @@ class CpuTarget(StoredTarget):
                     segment = Segment(slot, begin, len(tokens), None)
                     reads = [len(tokens) - 1] if end == len(prompt) else []
                     logits = self._run(tokens, range(begin, end), [segment], reads)
-                    buffers.release(logits.detach())  # copies one row at most
+                    self._recycle()  # copies one row at most
             self.lengths[slot] = len(prompt)
-            scores.append(LogitsRows(logits, 0, [0]))
+            scores.append(LogitsRows(logits))
         return scores
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
         """Evaluate all trees in one pass; their rows are concatenated without padding."""
-        self._recycle()
         tokens, positions, reads = list[int](), list[int](), list[int]()
         segments = []
         parts = []
@@ -225,9 +181,7 @@ class CpuTarget(StoredTarget):
                 self.cache.make_room(segment.slot, segment.length + segment.rows)
             hidden = any(tree.needs_hidden for _, tree in trees)
             logits = self._run(tokens, positions, segments, reads, hidden)
-        self._last = weakref.ref(logits)
-        self._memory = logits.memory
-        return [LogitsRows(logits, 0, nodes, start) for start, nodes in parts]
+        return [LogitsRows(logits, start, nodes) for start, nodes in parts]
 
     def _run(
         self,
@@ -236,7 +190,8 @@ class CpuTarget(StoredTarget):
         segments: Sequence[Segment],
         reads: Sequence[int],
         hidden: bool = False,
-    ) -> PassLogits:
+    ) -> Logits:
+        self._recycle()
         row_bytes = sum(self.compiled.logits_strides) + self.compiled.states_stride * hidden
         memory = buffers.acquire(len(reads) * row_bytes + 64)
         key = id(memory), len(reads), hidden
@@ -246,8 +201,11 @@ class CpuTarget(StoredTarget):
                 self._arrays.clear()
             self._arrays[key] = memory, PassArrays.of(memory, self.compiled, len(reads), hidden)
         _, arrays = self._arrays[key]
+        self._memory = memory
         self.compiled.run(tokens, positions, segments, reads, self.cache, memory, arrays.address, hidden)
-        return PassLogits(memory, arrays)
+        logits = Logits(arrays.logits, arrays.peaks, arrays.states, (arrays.ids, arrays.odds))
+        self._last = weakref.ref(logits)
+        return logits
 
     def _recycle(self) -> None:
         """Release the buffer of the last step's logits for reuse. Scores still held by a caller get a copy."""

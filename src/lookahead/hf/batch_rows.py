@@ -43,7 +43,7 @@ from ..equivalence import Array, distance, floats
 from ..sampling.scores import LogitsRows
 from .equivalence import HALF_DTYPES, causal_rows
 from .facts import PassFacts
-from .logits import LogitsBatch
+from .logits import TensorLogits
 from .target import PlainTarget, repeated, run_model
 
 #: Maximum pending tokens in a pass, summed over its rows.
@@ -161,7 +161,7 @@ class BatchRowsTarget(PlainTarget):
             logits = run_model(self.model, self.facts, cache, ids, positions, **named)[:, -width:]
             logits = logits[tuple(zip(*(location[node] for node in nodes), strict=True))]
         self._passes[slot] = _Pass(tree, paths, cache)
-        return LogitsRows(LogitsBatch(logits[None]), 0, None if len(nodes) == len(tree) else nodes)
+        return LogitsRows(TensorLogits(logits[None]), nodes=None if len(nodes) == len(tree) else nodes)
 
     @contextmanager
     def _short_chunks(self, tokens: int) -> Iterator[None]:

@@ -45,7 +45,7 @@ from .equivalence import compare
 from .facts import ModelFacts
 from .fingerprint import forget, remember
 from .graph_store import GraphTarget, uncapturable
-from .logits import LogitsBatch, packed
+from .logits import TensorLogits, packed
 from .target import head_inputs, run_model
 from .tree_cache import Placement
 
@@ -148,7 +148,7 @@ class CapturedPass:
         Parts.of(numbers, self.sequences, self.rows).fill(steps)
         self.numbers.copy_(pinned(numbers, torch.int32, self.device), non_blocking=True)
 
-    def run(self, target: CudaGraphTarget, steps: Sequence[SlotStep]) -> LogitsBatch:
+    def run(self, target: CudaGraphTarget, steps: Sequence[SlotStep]) -> TensorLogits:
         """The logits (B, Q, V) of the steps' trees, and the hidden states if any tree needs them, in memory that the
         next step does not overwrite."""
         self.describe(steps)
@@ -166,7 +166,7 @@ class CapturedPass:
         # Clone, because the next replay overwrites the results.
         kept = [None if x is None else x[:sequences, :rows].clone() for x in (logits, hidden)]
         assert kept[0] is not None
-        return LogitsBatch(kept[0], kept[1], HostCopy(best))
+        return TensorLogits(kept[0], kept[1], HostCopy(best))
 
     def _capture(self, target: CudaGraphTarget) -> None:
         try:
@@ -234,7 +234,8 @@ class CudaGraphTarget(GraphTarget):
     def _evaluate(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
         """Evaluate trees in one pass."""
         steps = [SlotStep(slot, self.lengths[slot], tree) for slot, tree in trees]
-        sequences, rows = bucket_of(len(trees), BATCHES), bucket_of(max(len(tree) for _, tree in trees))
+        most = max(len(tree) for _, tree in trees)
+        sequences, rows = bucket_of(len(trees), BATCHES), bucket_of(most)
         if sequences is None or rows is None:
             return super().forward(trees)
         for step in steps:
@@ -243,7 +244,7 @@ class CudaGraphTarget(GraphTarget):
         with memory_errors(f"a step of {rows} rows for {len(trees)} sequences"):
             one = self.graphs.find(size, lambda: CapturedPass(*size, self.model.device))
             logits = one.run(self, steps)
-        return [LogitsRows(logits, b) for b in range(len(trees))]
+        return [LogitsRows(logits, b * most) for b in range(len(trees))]
 
     def _width(self, longest: int) -> int:
         """The number of columns passed to attention for sequences that end at column ``longest``."""

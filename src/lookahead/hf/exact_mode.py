@@ -38,7 +38,7 @@ from .attention_hook import TreeAttention, implementation
 from .cuda import noticed_waits, pinned
 from .facts import ModelFacts
 from .graph_store import CAPACITY, GraphTarget
-from .logits import LogitsBatch
+from .logits import TensorLogits
 from .target import run_model
 from .tree_cache import Placement
 
@@ -106,7 +106,7 @@ class ExactTarget(GraphTarget):
         scores: list[Scores] = []
         for _, tree in trees:
             of_tree, logits = logits[: len(tree)], logits[len(tree) :]
-            scores.append(LogitsRows(LogitsBatch(of_tree[None]), 0))
+            scores.append(LogitsRows(TensorLogits(of_tree[None])))
         return scores
 
     def _evaluate(self, rows: Sequence[Row]) -> torch.Tensor:

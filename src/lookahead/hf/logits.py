@@ -19,12 +19,12 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     return tokens.masked_fill(values.isnan(), -1)  # the maximum of numbers and NaN is NaN
 
 
-class LogitsBatch(Logits):
-    """Logits computed by torch. The argmaxes of all rows are copied to the host at once, as are the k best tokens of
-    each row.
+class TensorLogits(Logits):
+    """Logits computed by torch, on the model's device. The argmaxes of all rows are copied to the host at once,
+    and so are the best tokens of each.
 
     Args:
-        logits: (B, R, V).
+        logits: (B, R, V), whose B x R rows lie one after another.
         hidden: their hidden states (B, R, hidden), if they were kept.
         copy: the copy of ``packed(logits)`` on its way to the host, possibly with further rows and sequences.
     """
@@ -32,38 +32,45 @@ class LogitsBatch(Logits):
     def __init__(
         self, logits: torch.Tensor, hidden: torch.Tensor | None = None, copy: HostCopy | None = None
     ) -> None:
-        self.logits = logits
-        self._hidden = hidden
+        self.logits = logits.flatten(0, 1)
+        self._hidden = None if hidden is None else hidden.flatten(0, 1)
         self._copy = copy
-        self._best: list[list[int]] | None = None
+        self._shape = logits.shape[:2]
+        self._best: list[int] | None = None
+        self._top = None
 
-    def row(self, b: int, r: int) -> torch.Tensor:
-        return self.logits[b, r]
+    def row(self, r: int) -> torch.Tensor:
+        return self.logits[r]
 
-    def host(self, b: int, r: int) -> tuple[Numbers, Numbers | None]:
-        return self.logits[b, r].detach().float().contiguous().cpu().numpy(), None
+    def host(self, r: int) -> tuple[Numbers, Numbers | None]:
+        return self.logits[r].detach().float().contiguous().cpu().numpy(), None
 
-    def argmax(self, b: int, r: int) -> int:
-        if self._copy is not None:
-            return int(self._copy.numpy()[b, r, 0])
+    def hidden(self, r: int) -> Numbers | None:
+        return None if self._hidden is None else self._hidden[r].float().cpu().numpy()
+
+    def argmax(self, r: int) -> int:
         if self._best is None:
-            self._best = best_tokens(self.logits).tolist()
-        return self._best[b][r]
+            self._best = (
+                best_tokens(self.logits).tolist() if self._copy is None else self._copied()[:, 0].tolist()
+            )
+        return self._best[r]
 
-    def hidden(self, b: int, r: int) -> Numbers | None:
-        return None if self._hidden is None else self._hidden[b, r].float().cpu().numpy()
+    def _copied(self) -> Numbers:
+        """``packed`` of the rows, (R, 1 + 2k)."""
+        assert self._copy is not None
+        batch, rows = self._shape
+        numbers: Numbers = self._copy.numpy()[:batch, :rows]
+        return numbers.reshape(batch * rows, -1)
 
     def _search(self, k: int) -> tuple[Numbers, Numbers]:
         logits = self.logits.detach()
-        batch, rows, vocabulary = logits.shape
-        k = min(k, vocabulary)
+        k = min(k, logits.shape[-1])
         if self._copy is not None and k <= PACKED_TOP:
-            numbers = self._copy.numpy()[:batch, :rows, 1:]
+            numbers = self._copied()[:, 1:]
             known = numbers.shape[-1] // 2
-            return numbers[..., :known], numbers[..., known:].view(np.float32)
+            return numbers[:, :known], numbers[:, known:].view(np.float32)
         if logits.device.type == "cpu":
-            ids, odds = top_of_rows(_as_numpy(logits.reshape(batch * rows, vocabulary)), k)
-            return ids.reshape(batch, rows, k), odds.reshape(batch, rows, k)
+            return top_of_rows(_as_numpy(logits), k)
         values, tokens = logits.topk(k, dim=-1)
         # One copy for both. float32 represents integers exactly only up to 2 ** 24, so the ids are copied bit by bit.
         log_odds = values.float() - values[..., :1].float()

@@ -24,7 +24,7 @@ from ..sampling.scores import LogitsRows
 from .attention_hook import mask_compatible_attention
 from .cuda import to_device
 from .facts import ModelFacts, PassFacts
-from .logits import LogitsBatch
+from .logits import TensorLogits
 from .masks import attention_masks, stack_rows
 from .tree_cache import TreeCache
 
@@ -153,7 +153,7 @@ class TransformersTarget(StoredTarget):
                 with visible as mask:
                     logits = self._call(torch.tensor([rest]), positions, mask, [len(rest) - 1])
             self.lengths[slot] = len(prompt)
-            scores.append(LogitsRows(logits, 0))
+            scores.append(LogitsRows(logits))
         return scores
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[Scores]:
@@ -181,7 +181,7 @@ class TransformersTarget(StoredTarget):
         with self._visibility(only_trees, lengths, positions) as mask:
             batch = self._call(ids, positions, mask, nodes, hidden)
         row_of = None if len(nodes) == rows else nodes
-        return [LogitsRows(batch, b, row_of) for b in range(len(trees))]
+        return [LogitsRows(batch, b * len(nodes), row_of) for b in range(len(trees))]
 
     @contextmanager
     def _visibility(
@@ -197,7 +197,7 @@ class TransformersTarget(StoredTarget):
 
     def _call(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, nodes: list[int], hidden: bool = False
-    ) -> LogitsBatch:
+    ) -> TensorLogits:
         """Logits (B, len(nodes), V) of these rows of the pass, with their hidden states if ``hidden``."""
         device = self.model.device
         named = {} if mask is None else {"attention_mask": mask}
@@ -212,7 +212,7 @@ class TransformersTarget(StoredTarget):
         results = [logits, *states]
         if keep is not None and not self.facts.accepts_logits_to_keep:
             results = [result[:, keep] for result in results]
-        return LogitsBatch(results[0], hidden=results[1] if states else None)
+        return TensorLogits(results[0], hidden=results[1] if states else None)
 
 
 class PlainTarget(Target):
@@ -280,7 +280,7 @@ class PlainTarget(Target):
         with memory_errors(f"a pass of {len(tokens)} tokens"):
             logits = run_model(self.model, self.facts, self._caches[slot], ids, positions, **named)
         self.lengths[slot] = length + len(tokens)
-        return LogitsRows(LogitsBatch(logits[:, -1:]), 0)
+        return LogitsRows(TensorLogits(logits[:, -1:]))
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
         """No-op: a step has one row, which is always kept."""

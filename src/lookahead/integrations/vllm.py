@@ -31,9 +31,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from packaging.specifiers import SpecifierSet
 
-from ..core import LookaheadError, SettingsError, Start, TokenTree
+from ..core import SettingsError, Start, TokenTree
 from ..drafters import Adaptive, as_drafter
-from ..drafters.adaptive.settings import DEFAULT_SOURCES, SOURCES
+from ..drafters.adaptive.settings import DEFAULT_SOURCES, LIMITS, SOURCES
+from ..sampling.scores import Logits, LogitsRows
 
 if TYPE_CHECKING:
     from ..drafters.adaptive.draft_state import AdaptiveDraftState
@@ -64,27 +65,13 @@ class KnownRequest:
     tree: TokenTree
 
 
-class Accepted:
-    """``Scores`` without logits: the best token under each row is the accepted one."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = tokens
-
-    def best(self, node: int) -> int:
-        return self._tokens[node]
-
-    def row(self, node: int) -> Any:
-        raise LookaheadError("there are no logits here")
-
-    def top(self, nodes: Sequence[int], k: int) -> tuple[Any, Any]:
-        ids = np.full((len(nodes), k), -1)
-        odds = np.full((len(nodes), k), np.nan, np.float32)
-        ids[:, 0] = [self._tokens[node] for node in nodes]
-        odds[:, 0] = 0.0
-        return ids, odds
-
-    def hidden(self, node: int) -> None:
-        """None, because vLLM passes no hidden states to this kind of proposer."""
+def known_tokens(tokens: Sequence[int]) -> LogitsRows:
+    """Scores without logits: the best token under each row is the accepted one, and the others are unknown (-1)."""
+    ids = np.full((len(tokens), LIMITS["top"][1]), -1, np.int32)
+    odds = np.full(ids.shape, np.nan, np.float32)
+    ids[:, 0] = tokens
+    odds[:, 0] = 0.0
+    return LogitsRows(Logits(np.empty((len(tokens), 0), np.float32), top=(ids, odds)))
 
 
 class Proposer:
@@ -231,18 +218,17 @@ class Proposer:
         logits, self._logits = self._logits, None
         batch = None
         if logits is not None and len(logits) == starts[-1]:
-            from ..hf.logits import LogitsBatch
-            from ..sampling.scores import LogitsRows
+            from ..hf.logits import TensorLogits
 
-            batch = LogitsBatch(logits[None])
+            batch = TensorLogits(logits[None])
         for request, tokens, start in zip(known, new, starts, strict=False):
             if request is None:
                 continue
             path = list(range(len(tokens)))
             if batch is None:
-                request.state.observe(request.tree.subtree(path), Accepted(tokens), path, tokens)
+                request.state.observe(request.tree.subtree(path), known_tokens(tokens), path, tokens)
             else:
-                rows = LogitsRows(batch, 0, range(len(request.tree)), start)
+                rows = LogitsRows(batch, start)
                 request.state.observe(request.tree, rows, path, tokens)
 
 

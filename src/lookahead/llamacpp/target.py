@@ -32,7 +32,7 @@ import numpy as np
 from ..core import OutOfMemory, SettingsError, Target, TokenTree
 from ..core.target import UP_TO_ROUNDING
 from ..model import NO_LIMIT
-from ..sampling.scores import HostLogits, LogitsRows
+from ..sampling.scores import Logits, LogitsRows
 from .contexts import Contexts
 from .library import Context
 
@@ -76,7 +76,7 @@ class LlamaCppTarget(Target):
         self.max_sequences = self._weights.sequences
         self._free = list(range(self.max_sequences))[::-1]
         self._slots: dict[int, Slot] = {}
-        self._last: weakref.ref[HostLogits] | None = None
+        self._last: weakref.ref[Logits] | None = None
 
     @property
     def _context(self) -> Context:
@@ -105,7 +105,7 @@ class LlamaCppTarget(Target):
                 self.release(slot)
                 raise
             held.length = held.known[base] = len(prompt)
-            scores.append(LogitsRows(logits, 0, [0]))
+            scores.append(LogitsRows(logits, nodes=[0]))
         return scores
 
     def forward(self, trees: Sequence[tuple[int, TokenTree]]) -> list[LogitsRows]:
@@ -139,7 +139,7 @@ class LlamaCppTarget(Target):
             for slot, _ in trees:
                 self._drop_pending(self._slots[slot])
             raise
-        return [LogitsRows(logits, 0, nodes, start) for start, nodes in parts]
+        return [LogitsRows(logits, start, nodes) for start, nodes in parts]
 
     def commit(self, paths: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Keep the rows of each slot's path. The ids of its last row keep the whole path, other ids the rows they
@@ -170,7 +170,7 @@ class LlamaCppTarget(Target):
         positions: Sequence[int],
         sequences: Sequence[Sequence[int]],
         wanted: Sequence[bool],
-    ) -> HostLogits:
+    ) -> Logits:
         self._detach()
         return self._logits(self._context.decode(tokens, positions, sequences, wanted))
 
@@ -183,7 +183,7 @@ class LlamaCppTarget(Target):
         except Exception:
             self._drop_pending(held)
             raise
-        return LogitsRows(self._logits(rows), 0, [0])
+        return LogitsRows(self._logits(rows), nodes=[0])
 
     def _detach(self) -> None:
         """Copy the logits of the last pass if they are still in use, because the next pass overwrites them."""
@@ -191,8 +191,8 @@ class LlamaCppTarget(Target):
         if last is not None:
             last.detach()
 
-    def _logits(self, rows: np.ndarray[Any, np.dtype[np.float32]]) -> HostLogits:
-        logits = HostLogits(rows)
+    def _logits(self, rows: np.ndarray[Any, np.dtype[np.float32]]) -> Logits:
+        logits = Logits(rows)
         self._last = weakref.ref(logits)
         return logits
 
