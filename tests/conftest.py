@@ -195,7 +195,8 @@ def measured_curves(monkeypatch):
     import assumed_curves
     from lookahead.drafters.adaptive import model_curves
 
-    monkeypatch.setattr(model_curves, "load_or_measure", assumed_curves.load_or_measure)
+    for name, real in assumed_curves.REAL.items():
+        monkeypatch.setattr(model_curves, name, real)
 
 
 @pytest.fixture(scope="session")

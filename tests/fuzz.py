@@ -135,7 +135,7 @@ class Forced(ExitStack):
         self.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "the logits of a step were NaN")
         self.enter_context(mock.patch.object(HeadWeights, "parameter_count", 0))
-        self.enter_context(mock.patch.object(model_curves, "load_or_measure", nearly_free))
+        self.enter_context(mock.patch.object(model_curves, "load_curve", nearly_free))
         self.enter_context(mock.patch.object(grammar, "ALLOWANCE", 1e9))
         return super().__enter__()
 

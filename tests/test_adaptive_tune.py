@@ -20,13 +20,13 @@ from lookahead.drafters.adaptive import cost, measure, model_curves
 from lookahead.drafters.adaptive.cost import CostCurve, fitted
 from lookahead.drafters.adaptive.model_curves import (
     cost_path,
+    curve_at_hand,
     curve_file,
     curve_key,
-    curve_of,
     load_curve,
-    load_or_measure,
     machine,
     measure_wanted,
+    measured,
     save_curve,
 )
 from lookahead.drafters.adaptive.state import AdaptiveState
@@ -88,7 +88,9 @@ def call(*arguments):
 
 def curve_for(llm, notices=None):
     said = notices.append if notices is not None else pytest.fail
-    return curve_of(llm.model, llm.target(), llm.target, said)
+    curve_at_hand(llm.model, llm.target(), said)
+    measure_wanted(llm.model, llm.target, said)
+    return curve_at_hand(llm.model, llm.target(), said)
 
 
 def saved_for(llm):
@@ -184,7 +186,7 @@ def test_a_full_row_budget_fits_in_one_captured_pass(sequences):
 @pytest.mark.parametrize(("captures", "budget"), [(True, 5 * 32), (False, 5 * 51)])
 def test_the_row_budget_depends_on_whether_passes_are_captured(llm, monkeypatch, captures, budget):
     curve = CostCurve({0: {1: 1.0, 64: 1.0}})
-    monkeypatch.setattr(model_curves, "load_or_measure", lambda *given: curve)
+    monkeypatch.setattr(model_curves, "load_curve", lambda *given: curve)
     prepare = Preparation(llm.model, True, llm.target, limits_rows=True)
     target = FakeTarget()
     target.captures = captures
@@ -207,7 +209,7 @@ def test_a_server_takes_its_row_budget_from_the_curve(llm, monkeypatch, on_gpu, 
     llm = lookahead.LLM(llm.model, drafter=drafter)
     monkeypatch.setattr(type(llm.model), "runs_on", "cuda" if on_gpu else "cpu")
     if curve is not None:
-        monkeypatch.setattr(model_curves, "load_or_measure", lambda *given: curve)
+        monkeypatch.setattr(model_curves, "load_curve", lambda *given: curve)
     engine = llm.engine(row_budget=None)
     if curve is not None:
         engine.add(llm.prepare([5, 6, 7], Options(max_new_tokens=2)))
@@ -323,11 +325,11 @@ class WithTriton(FakeTarget):
 @pytest.mark.parametrize("other", [Ranks, WithTriton])
 def test_targets_whose_steps_differ_in_cost_have_separate_curves(llm, monkeypatch, other):
     """Also if they evaluate the same model on the same path."""
-    measured = []
+    timed = []
 
     def measure_steps(target):
-        measured.append(target)
-        return CostCurve({64: {1: 1.0, 4: 1.5 + 0.1 * len(measured)}}), True
+        timed.append(target)
+        return CostCurve({64: {1: 1.0, 4: 1.5 + 0.1 * len(timed)}}), True
 
     monkeypatch.setattr(measure, "measure", measure_steps)
     targets = FakeTarget(), other()
@@ -341,7 +343,7 @@ def test_targets_whose_steps_differ_in_cost_have_separate_curves(llm, monkeypatc
         assert curves == pytest.approx([1.6, 1.7])
         if not load_again:
             forget(llm)  # as in another process
-    assert measured == list(targets)
+    assert timed == list(targets)
 
 
 def test_the_first_text_does_not_wait_for_the_curve(llm, monkeypatch):
@@ -472,20 +474,22 @@ def test_a_curve_that_other_work_disturbed_is_not_kept_and_rows_cost_at_least_wh
         target = ClockedTarget(CostCurve({0: {1: 1.0, 2: 1.0 + row}}))
         use_clock(monkeypatch, target)
         monkeypatch.setattr(measure, "STEADY", 0.0)
-        curve = load_or_measure(target, "a", pytest.fail, False)
+        curve = measured(target, "a", pytest.fail, False)
         assert curve.pass_cost(4) == pytest.approx(cost_of_four)
         assert load_curve("a", pytest.fail) is None
-        assert load_or_measure(target, "a", pytest.fail, True).pass_cost(4) < 1.2 + 4 * row
+        assert measured(target, "a", pytest.fail, True).pass_cost(4) < 1.2 + 4 * row
 
 
-def test_a_damaged_curve_is_named_where_a_line_has_said_that_nothing_can_be_written(monkeypatch, cache):
-    target = ClockedTarget(EPYC)
-    use_clock(monkeypatch, target)
-    file = model_curves.curve_file("a")
+def test_a_damaged_curve_is_named_where_a_line_has_said_that_nothing_can_be_written(llm, cache, monkeypatch):
+    file = curve_file(curve_key(llm.model, llm.target()))
     file.parent.mkdir(parents=True)
     file.write_text("{")
+    monkeypatch.setitem(llm.model.state, "unwritable cache", {})
+    monkeypatch.setattr(
+        model_curves, "measured", lambda target, name, notice, on_gpu: notice("again") or CURVE
+    )
     lines = []
-    load_or_measure(target, "a", lines.append, False, told=True)
+    curve_for(llm, lines)
     assert [str(file) in line for line in lines] == [True]
 
 
@@ -499,7 +503,7 @@ def test_two_fast_passes_confirm_each_other(monkeypatch):
 @pytest.mark.parametrize(("on_gpu", "cost"), [(True, 1.2), (False, 16.0)])
 def test_a_model_that_cannot_be_measured_has_the_assumed_curve_of_its_device(cache, on_gpu, cost):
     target = FakeTarget(500, max_positions=64)  # too short for a measurement
-    assert load_or_measure(target, "a", pytest.fail, on_gpu).pass_cost(64) == pytest.approx(cost)
+    assert measured(target, "a", pytest.fail, on_gpu).pass_cost(64) == pytest.approx(cost)
     assert load_curve("a", pytest.fail) is None
 
 
@@ -599,7 +603,7 @@ def test_sizes_without_memory_or_tokens_are_left_out(cache):
     curve, _ = measure.measure(FakeTarget(512, max_rows=12), 9.0)
     assert [list(points) for points in curve.rows.values()] == [[1, 2, 4, 8]] * 2
     for rows in (0, 1):
-        none = load_or_measure(FakeTarget(512, max_rows=rows), f"b{rows}", pytest.fail, False)
+        none = measured(FakeTarget(512, max_rows=rows), f"b{rows}", pytest.fail, False)
         assert none == CostCurve.assumed()
         assert load_curve(f"b{rows}", pytest.fail) is None
 
@@ -627,7 +631,7 @@ def test_a_slow_plain_pass_does_not_make_rows_look_free(monkeypatch, cache):
     monkeypatch.setattr(measure, "STEADY", 1.1)
     monkeypatch.setattr(measure, "LEAST_COST", 0.95)
     monkeypatch.setattr(measure.measure, "__defaults__", (0.5,))
-    curve = load_or_measure(target, "a", pytest.fail, False)
+    curve = measured(target, "a", pytest.fail, False)
     assert curve.pass_cost(16) >= CostCurve.assumed().pass_cost(16)
     assert load_curve("a", pytest.fail) is None
 

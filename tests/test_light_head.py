@@ -513,7 +513,7 @@ def test_a_text_names_the_head(file):
 
 def test_rows_are_the_same_next_to_a_busy_process(llm, file, monkeypatch):
     """The cost of a call follows from the sizes, and no clock is read."""
-    monkeypatch.setattr(model_curves, "load_or_measure", lambda *given: CostCurve({8: {1: 1.0, 64: 1.1}}))
+    monkeypatch.setattr(model_curves, "load_curve", lambda *given: CostCurve({8: {1: 1.0, 64: 1.1}}))
     monkeypatch.setattr(HeadWeights, "parameter_count", 9)
 
     def rows():

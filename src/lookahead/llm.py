@@ -402,7 +402,7 @@ class LLM:
 
     def _measure(self) -> None:
         """Measure the cost of steps, after the first text on a machine."""
-        if "wanted curves" in self.model.state:
+        if self.model.state.get("curves"):
             from .drafters.adaptive.model_curves import measure_wanted
             from .drafters.notice import notice
 

@@ -43,15 +43,14 @@ class Preparation:
     def __call__(self, drafter: Drafter, target: Target) -> Drafter:
         self._captured = target.captures
         prepared = (drafter if self._drafts else Plain()).prepare(self._model, target)
-        if self._limits_rows:
-            from .adaptive.model_curves import curve_of, known_curve, measure_wanted  # imports numpy
+        most = prepared.max_step_rows
+        if self._limits_rows and (most is None or most > LEAST_ROWS):
+            from .adaptive.model_curves import curve_at_hand, measure_wanted  # imports numpy
 
+            self._curve = curve_at_hand(self._model, target, notice)
             if measure_wanted(self._model, self._make_target, notice):
+                self._curve = curve_at_hand(self._model, target, notice)
                 prepared = drafter.prepare(self._model, target)
-
-            if (prepared.max_step_rows or 0) > LEAST_ROWS:
-                curve_of(self._model, target, self._make_target, notice)
-            self._curve = known_curve(self._model, target)
         return prepared
 
     def row_budget(self, sequences: int) -> int:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import RLock
-from typing import Any, overload
+from typing import Any
 
 from ... import processor
 from ...core import NumericalError, OutOfMemory, SettingsError, Target
@@ -131,10 +131,45 @@ def _origin(name: str) -> dict[str, Any]:
     return {"format": FORMAT, "machine": machine(), "model": name}
 
 
-def known_curve(model: Model, target: Target) -> CostCurve | None:
-    """The cost curve that ``curve_of`` has found for a model; None before."""
-    curve: CostCurve | None = model.state.get("curves", {}).get(_place(model, target))
-    return curve
+def curve_at_hand(model: Model, target: Target, notice: Callable[[str], None]) -> CostCurve:
+    """The cost curve of a loaded model, from memory or from disk; else the assumed one, until ``measure_wanted``.
+
+    Args:
+        model: a loaded model. Its sequences share the curve.
+        target: a target whose steps the curve is for.
+        notice: called with a line of text if the file is damaged, or of another machine or version.
+    """
+    with measuring:
+        # A curve that is None is neither known nor on disk.
+        curves = model.state.setdefault("curves", {})
+        place = _place(model, target)
+        if place not in curves:
+            curves[place] = load_curve(curve_key(model, target), notice)
+        return curves[place] or CostCurve.assumed(runs_on_gpu(model))
+
+
+def measure_wanted(model: Model, make_target: Callable[[], Target], notice: Callable[[str], None]) -> bool:
+    """Measure the curve of a model if ``curve_at_hand`` had to do without. Returns whether it had to.
+
+    Args:
+        model: a loaded model.
+        make_target: makes a target to measure.
+        notice: called with a line of text if the curve cannot be saved.
+    """
+    with measuring:
+        curves = model.state.get("curves", {})
+        if None not in curves.values():
+            return False
+        target = make_target()
+        if "unwritable cache" in model.state:  # a line has said so
+
+            def notice(line: str) -> None:
+                pass
+
+        curve = measured(target, curve_key(model, target), notice, runs_on_gpu(model))
+        known = {place: other for place, other in curves.items() if other is not None}
+        model.state["curves"] = known | {_place(model, target): curve}
+        return True
 
 
 def _place(model: Model, target: Target) -> tuple[str, ...]:
@@ -142,85 +177,15 @@ def _place(model: Model, target: Target) -> tuple[str, ...]:
     return model.weights, model.device, cost_path(target)
 
 
-def curve_at_hand(model: Model, target: Target, notice: Callable[[str], None]) -> CostCurve:
-    """The cost curve of a loaded model if it is known or on disk; else the assumed one, until ``measure_wanted``.
+def measured(target: Target, name: str, notice: Callable[[str], None], on_gpu: bool) -> CostCurve:
+    """Measure the curve of a target, and save it unless other work disturbed the measurement.
 
     Args:
-        model, target, notice: as for ``curve_of``.
-    """
-    with measuring:
-        curve = known_curve(model, target)
-        if curve is None:
-            on_gpu = runs_on_gpu(model)
-            curve = load_or_measure(None, curve_key(model, target), notice, on_gpu)
-            if curve is None:
-                model.state["wanted curves"] = {_place(model, target): True}
-                return CostCurve.assumed(on_gpu)
-            model.state.setdefault("curves", {})[_place(model, target)] = curve
-        return curve
-
-
-def measure_wanted(model: Model, make_target: Callable[[], Target], notice: Callable[[str], None]) -> bool:
-    """Measure the curve of a model if a drafter had to do without. Returns whether one had to.
-
-    Args:
-        model, make_target, notice: as for ``curve_of``.
-    """
-    wanted = model.state.pop("wanted curves", None)
-    if wanted:
-        curve_of(model, make_target(), make_target, notice)
-    return bool(wanted)
-
-
-def curve_of(
-    model: Model, target: Target, make_target: Callable[[], Target], notice: Callable[[str], None]
-) -> CostCurve:
-    """The cost curve of a loaded model: read from disk, or measured and saved.
-
-    Sequences of the same model share it.
-
-    Args:
-        model: a loaded model.
-        target: a target whose steps the curve is for.
-        make_target: makes a target to measure; called only for the first drafter of the model.
-        notice: called with a line of text if the file is damaged or of another machine or version, or if it cannot be
-            written.
-    """
-    with measuring:
-        curve = known_curve(model, target)
-        if curve is None:
-            fresh = make_target()
-            told = "unwritable cache" in model.state  # one line about it is enough
-            curve = load_or_measure(fresh, curve_key(model, fresh), notice, runs_on_gpu(model), told)
-            model.state.setdefault("curves", {})[_place(model, target)] = curve
-        return curve
-
-
-@overload
-def load_or_measure(
-    target: None, name: str, notice: Callable[[str], None], on_gpu: bool
-) -> CostCurve | None: ...
-
-
-@overload
-def load_or_measure(
-    target: Target, name: str, notice: Callable[[str], None], on_gpu: bool, told: bool = False
-) -> CostCurve: ...
-
-
-def load_or_measure(
-    target: Target | None, name: str, notice: Callable[[str], None], on_gpu: bool, told: bool = False
-) -> CostCurve | None:
-    """The curve of a target, read from disk, or measured and saved; without a target, it is only read.
-
-    Args:
-        target, name, notice: as for ``curve_of``.
+        target: any target without sequences.
+        name: as for ``curve_file``.
+        notice: called with a line of text if the file cannot be written.
         on_gpu: whether rows are nearly free until they are measured.
-        told: whether a line has said that the cache cannot be written.
     """
-    saved = load_curve(name, notice)
-    if saved is not None or target is None:
-        return saved
     from .measure import measure
 
     try:
@@ -234,8 +199,7 @@ def load_or_measure(
     try:
         save_curve(name, curve)
     except SettingsError as error:
-        if not told:
-            notice(str(error))
+        notice(str(error))
     return curve
 
 
