@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lookahead import machine_code, processor
-from lookahead.cpu.packed import KINDS
+from lookahead.cpu.packed import TENSOR_TYPES
 from test_packed import file_bytes, rows_of
 
 pytestmark = [
@@ -75,27 +75,29 @@ def both(program, name, number, relative, arguments, *arrays):
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_packing_decoding_and_multiplying_have_the_same_bits(program, kind):
-    first = 3 * KINDS.index(kind)
-    raw = file_bytes(kind.name, OUTPUTS, INNER)
+@pytest.mark.parametrize("tensor_type", TENSOR_TYPES, ids=lambda tensor_type: tensor_type.name)
+def test_packing_decoding_and_multiplying_have_the_same_bits(program, tensor_type):
+    first = 3 * TENSOR_TYPES.index(tensor_type)
+    raw = file_bytes(tensor_type.name, OUTPUTS, INNER)
     order = np.r_[np.arange(OUTPUTS), np.full(11, -1)].astype(np.int64)
-    panels = np.zeros((3, kind.panel_bytes(INNER)), np.uint8)
+    panels = np.zeros((3, tensor_type.panel_bytes(INNER)), np.uint8)
     arguments = [raw.strides[0], 3, INNER, panels.strides[0]]
     ours, theirs = both(
-        program, f"pack_{kind.name}", first, {0: 0, 2: 1, 5: 2}, arguments, raw, order, panels
+        program, f"pack_{tensor_type.name}", first, {0: 0, 2: 1, 5: 2}, arguments, raw, order, panels
     )
     assert (ours == theirs).all()
     panels = ours.reshape(panels.shape)
 
     out = np.zeros(INNER, np.float32)
-    ours, theirs = both(program, f"decode_{kind.name}", first + 1, {0: 0, 3: 1}, [5, INNER], panels[0], out)
+    ours, theirs = both(
+        program, f"decode_{tensor_type.name}", first + 1, {0: 0, 3: 1}, [5, INNER], panels[0], out
+    )
     assert (ours == theirs).all()
 
     rows, _ = rows_of(np.random.default_rng(first).standard_normal((ROWS, INNER)).astype(np.float32))
     sums = np.zeros((ROWS, 32), np.float32)
     arguments = [rows.strides[0], INNER // 32, ROWS]
     ours, theirs = both(
-        program, f"gemm_{kind.name}", first + 2, {0: 0, 1: 1, 5: 2}, arguments, panels[2], rows, sums
+        program, f"gemm_{tensor_type.name}", first + 2, {0: 0, 1: 1, 5: 2}, arguments, panels[2], rows, sums
     )
     assert (ours == theirs).all()

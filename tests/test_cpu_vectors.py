@@ -39,7 +39,7 @@ from lookahead.cpu.kernels.vectors import (
     whole,
     words,
 )
-from lookahead.cpu.packed import KIND_INDEX, KINDS, RECORD, kernel_address
+from lookahead.cpu.packed import RECORD, TENSOR_TYPES, TYPE_INDEX, kernel_address
 from test_packed import NAMES, file_bytes, panels_of, rows_of
 
 GENERATOR = np.random.default_rng(3)
@@ -178,14 +178,14 @@ def call_compiled(address, panel, rows, stride, blocks, count, out):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_gives_the_same_bits_where_python_runs_it(name):
-    kind, inner, count = KINDS[KIND_INDEX[name]], 256, 3
+    tensor_type, inner, count = TENSOR_TYPES[TYPE_INDEX[name]], 256, 3
     table, panels = panels_of(name, file_bytes(name, 16, inner), inner)
     rows, _ = rows_of(np.random.default_rng(2).standard_normal((count, inner)).astype(np.float32))
     arguments = int(table[0, 0]), rows.ctypes.data, rows.shape[1], inner // 32, count
-    kernel = (plain_kernel if kind.bits > 8 else quantized_kernel)(kind)
+    kernel = (plain_kernel if tensor_type.bits > 8 else quantized_kernel)(tensor_type)
     sums = np.zeros((2, count, 32), np.float32)
     kernel(*arguments, sums[0].ctypes.data)
-    call_compiled(kernel_address(kind), *arguments, sums[1].ctypes.data)
+    call_compiled(kernel_address(tensor_type), *arguments, sums[1].ctypes.data)
     assert sums.any(), panels.shape
     if FUSED:
         np.testing.assert_array_equal(*sums)

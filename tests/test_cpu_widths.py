@@ -14,7 +14,7 @@ from width_and_text import texts
 #: Numbers per vector -> the level of processors of this width.
 LEVELS = {4: "x86-64", 8: "x86-64-v3", 16: "x86-64-v4"}
 #: Each number of bits, with and without a zero point, offsets, superblocks and two scales in a block; the other five
-#: kinds combine the same parts. Compiling a kind takes a second per width.
+#: types combine the same parts. Compiling a type takes a second per width.
 SOME = "Q4_1 Q5_0 Q6_K Q8_0 Q4_K BF16"
 #: Run at each width: a completion, and the tests of packed-weight kernels and their vector operations.
 FILES = [
@@ -35,7 +35,7 @@ def test_each_width_gives_the_same_text_and_passes_the_tests_of_packed_weights(l
     expected = {"lanes": lanes, "tokens": texts()[1][0]}
     environment = os.environ | {
         "EXPECTED": json.dumps(expected),
-        "KINDS": SOME,
+        "TENSOR_TYPES": SOME,
         "LOOKAHEAD_LEVEL": name,
         "OMP_NUM_THREADS": "1",
     }

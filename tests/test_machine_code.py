@@ -18,7 +18,7 @@ import lookahead
 from lookahead import builder, machine_code, processor
 from lookahead.core import TokenTree
 from lookahead.cpu.kernels.packed_gemm import LINE
-from lookahead.cpu.packed import KINDS, PANEL, RECORD
+from lookahead.cpu.packed import PANEL, RECORD, TENSOR_TYPES
 from lookahead.sampling import draws
 from lookahead.sampling.top import top_of_rows
 from test_adaptive_golden import decode
@@ -58,20 +58,20 @@ def compile_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]
     forget()
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_packing_decoding_and_multiplying_have_the_same_bits(kind):
+@pytest.mark.parametrize("tensor_type", TENSOR_TYPES, ids=lambda tensor_type: tensor_type.name)
+def test_packing_decoding_and_multiplying_have_the_same_bits(tensor_type):
     inner, outputs, count = 768, 37, 13
-    raw = file_bytes(kind.name, outputs, inner)
+    raw = file_bytes(tensor_type.name, outputs, inner)
     order = np.r_[np.arange(outputs), np.full(11, -1)]
-    panels = np.zeros((2, 3, kind.panel_bytes(inner)), np.uint8)
-    for pack, packed in zip(both(f"pack_{kind.name}", 7), panels, strict=True):
+    panels = np.zeros((2, 3, tensor_type.panel_bytes(inner)), np.uint8)
+    for pack, packed in zip(both(f"pack_{tensor_type.name}", 7), panels, strict=True):
         where = raw.ctypes.data, raw.strides[0], order.ctypes.data
         pack(*where, 3, inner, packed.ctypes.data, packed.strides[0])
     assert panels[0].any()
     assert (panels[0] == panels[1]).all()
 
     decoded = []
-    for decode_lane in both(f"decode_{kind.name}", 4):
+    for decode_lane in both(f"decode_{tensor_type.name}", 4):
         numbers = np.full((PANEL, inner), np.nan, np.float32)
         for lane in range(PANEL):
             decode_lane(panels[0, 1].ctypes.data, lane, inner, numbers[lane].ctypes.data)
@@ -79,9 +79,11 @@ def test_packing_decoding_and_multiplying_have_the_same_bits(kind):
     assert np.isfinite(decoded[0]).all()
     assert decoded[0].tobytes() == decoded[1].tobytes()
 
-    rows, _ = rows_of(np.random.default_rng(kind.bits).standard_normal((count, inner)).astype(np.float32))
+    rows, _ = rows_of(
+        np.random.default_rng(tensor_type.bits).standard_normal((count, inner)).astype(np.float32)
+    )
     sums = np.full((2, count, LINE // 4), np.nan, np.float32)
-    for multiply, result in zip(both(f"gemm_{kind.name}", 6), sums, strict=True):
+    for multiply, result in zip(both(f"gemm_{tensor_type.name}", 6), sums, strict=True):
         stride = 4 * inner + inner // 32 * RECORD
         assert stride == rows.strides[0]
         panel = aligned(panels[0, 2].nbytes + 65536)  # kernels prefetch past the end

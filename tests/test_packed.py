@@ -14,10 +14,10 @@ from lookahead.cpu.formats import ROW_BLOCK
 from lookahead.cpu.kernels.operations import call
 from lookahead.cpu.kernels.packed_gemm import microkernel, quantize
 from lookahead.cpu.packed import (
-    KIND_INDEX,
-    KINDS,
     PANEL,
     RECORD,
+    TENSOR_TYPES,
+    TYPE_INDEX,
     decoder_address,
     kernel_address,
     pack_panels,
@@ -25,9 +25,9 @@ from lookahead.cpu.packed import (
 
 #: 40 outputs: the last panel of the second group is empty, the one before it half full.
 INNER, OUTPUTS = 512, 40
-#: All kinds, or those that test_cpu_widths.py names.
-NAMES = os.environ.get("KINDS", " ".join(kind.name for kind in KINDS)).split()
-QUANTIZED = [name for name in NAMES if KINDS[KIND_INDEX[name]].bits <= 8]
+#: All types, or those that test_cpu_widths.py names.
+NAMES = os.environ.get("TENSOR_TYPES", " ".join(tensor_type.name for tensor_type in TENSOR_TYPES)).split()
+QUANTIZED = [name for name in NAMES if TENSOR_TYPES[TYPE_INDEX[name]].bits <= 8]
 
 
 register()
@@ -55,13 +55,13 @@ def quantize_rows(rows, stride, blocks, count):
 def file_bytes(name, outputs, inner, seed=0):
     """Blocks of one type as stored in a file, (outputs, bytes)."""
     generator = np.random.default_rng(seed)
-    kind, number = KINDS[KIND_INDEX[name]], gguf.GGMLQuantizationType[name]
+    tensor_type, number = TENSOR_TYPES[TYPE_INDEX[name]], gguf.GGMLQuantizationType[name]
     values = generator.standard_normal((outputs, inner)).astype(np.float32) / 20
     try:
         return gguf.quantize(values, number).view(np.uint8).reshape(outputs, -1)
     except NotImplementedError:
         # The package only decodes these. Any bytes form a block if its factors are sane.
-        raw = generator.integers(0, 256, (outputs * inner // 256, kind.file_bytes), dtype=np.uint8)
+        raw = generator.integers(0, 256, (outputs * inner // 256, tensor_type.file_bytes), dtype=np.uint8)
         factors = generator.uniform(0.5, 1.5, (len(raw), 2)).astype(np.float16) / np.float16(1000)
         if name == "Q6_K":
             raw[:, 208:] = factors[:, :1].view(np.uint8)
@@ -83,11 +83,11 @@ def panels_of(name, raw, inner):
     """(table, memory) of a linear layer with these outputs, in whole groups."""
     order = np.full(-(-len(raw) // packed.GROUP) * packed.GROUP, -1)
     order[: len(raw)] = np.arange(len(raw))
-    size = KINDS[KIND_INDEX[name]].panel_bytes(inner)
+    size = TENSOR_TYPES[TYPE_INDEX[name]].panel_bytes(inner)
     memory = aligned(len(order) // PANEL * size).reshape(-1, size)
-    pack_panels(KINDS[KIND_INDEX[name]], raw, order.reshape(-1, PANEL), inner, memory)
+    pack_panels(TENSOR_TYPES[TYPE_INDEX[name]], raw, order.reshape(-1, PANEL), inner, memory)
     table = np.stack(
-        [memory.ctypes.data + size * np.arange(len(memory)), np.full(len(memory), KIND_INDEX[name])], -1
+        [memory.ctypes.data + size * np.arange(len(memory)), np.full(len(memory), TYPE_INDEX[name])], -1
     )
     return np.ascontiguousarray(table), memory
 
@@ -108,7 +108,7 @@ def rows_of(x):
 def times(table, memory, count, inner):
     groups = len(table) // 2
     table = table.copy()
-    table[:, 1] = [kernel_address(KINDS[place]) for place in table[:, 1]]
+    table[:, 1] = [kernel_address(TENSOR_TYPES[place]) for place in table[:, 1]]
     out = np.full((groups, count, packed.GROUP), np.nan, np.float32)
     blocks = inner // packed.BLOCK
     product(table.ctypes.data, groups, memory.ctypes.data, memory.shape[1], blocks, count, out.ctypes.data)
@@ -120,7 +120,7 @@ def test_a_panel_decodes_to_what_gguf_decodes(name):
     raw = file_bytes(name, OUTPUTS, INNER)
     table, memory = panels_of(name, raw, INNER)
     got = np.zeros((OUTPUTS, INNER), np.float32)
-    address = decoder_address(KINDS[KIND_INDEX[name]])
+    address = decoder_address(TENSOR_TYPES[TYPE_INDEX[name]])
     for output in range(OUTPUTS):
         panel = int(table[output // PANEL, 0])
         decode(address, panel, output % PANEL, INNER, got[output].ctypes.data)
@@ -134,7 +134,7 @@ def test_a_product_is_that_of_decoded_weights_and_quantized_rows(name):
     table, _memory = panels_of(name, raw, INNER)
     x = np.random.default_rng(1).standard_normal((9, INNER)).astype(np.float32)
     rows, quantized = rows_of(x)
-    exact = KINDS[KIND_INDEX[name]].bits > 8
+    exact = TENSOR_TYPES[TYPE_INDEX[name]].bits > 8
     wanted = (x if exact else quantized).astype(np.float64) @ decoded(name, raw).T.astype(np.float64)
     got = times(table, rows, len(x), INNER)
     # 512 products and 16 blocks in fp32: 1e-6 of the largest sum; quantizing the rows: 1,000 times as much.
@@ -158,12 +158,12 @@ def test_a_row_has_the_same_bits_in_any_company(name):
 def test_the_largest_integer_sums_do_not_overflow(name):
     """All quant bytes are 255, and rows have the largest value of either sign."""
     table, memory = panels_of(name, file_bytes(name, PANEL, INNER), INNER)
-    kind = KINDS[KIND_INDEX[name]]
+    tensor_type = TENSOR_TYPES[TYPE_INDEX[name]]
     first = int(table[0, 0]) - memory.ctypes.data
-    memory.reshape(-1)[first : first + INNER // packed.BLOCK * kind.quant_bytes] = 255
+    memory.reshape(-1)[first : first + INNER // packed.BLOCK * tensor_type.quant_bytes] = 255
     weights = np.zeros((PANEL, INNER), np.float32)
     for output in range(PANEL):
-        decode(decoder_address(kind), int(table[0, 0]), output, INNER, weights[output].ctypes.data)
+        decode(decoder_address(tensor_type), int(table[0, 0]), output, INNER, weights[output].ctypes.data)
     rows, quantized = rows_of(np.stack([np.ones(INNER, np.float32), np.full(INNER, -1, np.float32)]))
     wanted = quantized.astype(np.float64) @ weights.T.astype(np.float64)
     sizes = np.abs(quantized).astype(np.float64) @ np.abs(weights).T.astype(np.float64)

@@ -144,14 +144,14 @@ class _Words(types.Type):  # type: ignore[misc]
     """The type of packed fields in compiled code; its value is the address of the words."""
 
     def __init__(self, fields: Fields) -> None:
-        super().__init__(f"{fields.kind.__module__}.{fields.kind.__qualname__}")
+        super().__init__(f"{fields.record.__module__}.{fields.record.__qualname__}")
         self.fields = fields.fields
 
 
 @register_model(_Words)
 class _WordsModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, I64.as_pointer())
+    def __init__(self, manager: Any, value_type: Any) -> None:
+        super().__init__(manager, value_type, I64.as_pointer())
 
 
 @infer_getattr
@@ -163,24 +163,26 @@ class _WordsTyping(AttributeTemplate):  # type: ignore[misc]
 
 
 @cache
-def _type_of(kind: Any) -> Any:
-    """Numba's type of a kind."""
-    if isinstance(kind, Fields):
-        return _Words(kind)
-    if isinstance(kind, tuple):
-        return types.Tuple([_type_of(each) for each in kind])
-    if isinstance(kind, Array):
-        return types.Array(numba.from_dtype(kind.dtype), kind.dimensions, "A" if kind.strided else "C")
-    return types.float64 if kind is float else types.int64
+def _type_of(value_type: Any) -> Any:
+    """Numba's type of a value."""
+    if isinstance(value_type, Fields):
+        return _Words(value_type)
+    if isinstance(value_type, tuple):
+        return types.Tuple([_type_of(each) for each in value_type])
+    if isinstance(value_type, Array):
+        return types.Array(
+            numba.from_dtype(value_type.dtype), value_type.dimensions, "A" if value_type.strided else "C"
+        )
+    return types.float64 if value_type is float else types.int64
 
 
 @lower_getattr_generic(_Words)  # type: ignore[untyped-decorator]
 def _emit_field(context: Any, builder: Any, words: Any, address: Any, name: str) -> Any:
-    kind, before = words.fields[name]
-    return _emit_read(context, builder, kind, builder.gep(address, [ir.Constant(I64, before)]))
+    value_type, before = words.fields[name]
+    return _emit_read(context, builder, value_type, builder.gep(address, [ir.Constant(I64, before)]))
 
 
-def _emit_read(context: Any, builder: Any, kind: Any, address: Any) -> Any:
+def _emit_read(context: Any, builder: Any, value_type: Any, address: Any) -> Any:
     """Emit the instructions that load a value from its words."""
     numbers = count()
 
@@ -190,24 +192,24 @@ def _emit_read(context: Any, builder: Any, kind: Any, address: Any) -> Any:
         loaded.set_metadata("invariant.load", builder.module.add_metadata([]))
         return loaded
 
-    if isinstance(kind, Fields):
+    if isinstance(value_type, Fields):
         return address
-    if isinstance(kind, tuple):
+    if isinstance(value_type, tuple):
         parts = []
-        for each in kind:
+        for each in value_type:
             parts.append(_emit_read(context, builder, each, address))
             address = builder.gep(address, [ir.Constant(I64, words_of(each))])
-        return context.make_tuple(builder, _type_of(kind), parts)
-    return _emit_array(context, builder, kind, word) if isinstance(kind, Array) else word()
+        return context.make_tuple(builder, _type_of(value_type), parts)
+    return _emit_array(context, builder, value_type, word) if isinstance(value_type, Array) else word()
 
 
-def _emit_array(context: Any, builder: Any, kind: Array, word: Any) -> Any:
+def _emit_array(context: Any, builder: Any, value_type: Array, word: Any) -> Any:
     """An array from its words, which ``word`` returns one after the other."""
-    array = context.make_array(_type_of(kind))(context, builder)
+    array = context.make_array(_type_of(value_type))(context, builder)
     data = builder.inttoptr(word(), array.data.type)
-    shape = [word() for _ in range(kind.dimensions)]
-    strides = [word() for _ in range(kind.dimensions)]
-    size = ir.Constant(I64, kind.dtype.itemsize)
+    shape = [word() for _ in range(value_type.dimensions)]
+    strides = [word() for _ in range(value_type.dimensions)]
+    size = ir.Constant(I64, value_type.dtype.itemsize)
     populate_array(array, data=data, shape=shape, strides=strides, itemsize=size, meminfo=None)
     return array._getvalue()
 
@@ -219,8 +221,8 @@ def _emit_array(context: Any, builder: Any, kind: Array, word: Any) -> Any:
 def module_of(entry: Entry) -> Any:
     """LLVM's module of an entry and of all functions that it calls, optimized for ``processor.target``."""
     register()
-    *kinds, result = entry.kinds
-    arguments = tuple(map(_type_of, kinds))
+    *value_types, result = entry.value_types
+    arguments = tuple(map(_type_of, value_types))
     compiler = _EntryCompiler(entry.function, cpu_target, _OPTIONS, {}, pipeline_class=_Compiler)
     compiled = compiler.compile(arguments, types.int64 if result is int else types.none)
     module = compiled.library._get_module_for_linking().clone()
@@ -236,18 +238,22 @@ def _interface(entry: Entry, compiled: Any) -> str:
     """LLVM's code of the function with an entry's name and C interface, which calls the compiled one."""
     context, description = cpu_target.target_context, compiled.fndesc
     module = context.create_module(entry.name)
-    *kinds, result = entry.kinds
+    *value_types, result = entry.value_types
     words: list[Any] = []
-    for kind in kinds:
-        words += [F64] if kind is float else [I64] * (words_of(kind) if isinstance(kind, Array) else 1)
+    for value_type in value_types:
+        words += (
+            [F64]
+            if value_type is float
+            else [I64] * (words_of(value_type) if isinstance(value_type, Array) else 1)
+        )
     function = ir.Function(module, ir.FunctionType(I64, words), entry.name)
     builder = ir.IRBuilder(function.append_basic_block())
     given = iter(function.args)
     values = []
-    for kind in kinds:
-        if isinstance(kind, Array):
-            values.append(_emit_array(context, builder, kind, lambda: next(given)))
-        elif isinstance(kind, Fields):
+    for value_type in value_types:
+        if isinstance(value_type, Array):
+            values.append(_emit_array(context, builder, value_type, lambda: next(given)))
+        elif isinstance(value_type, Fields):
             values.append(builder.inttoptr(next(given), I64.as_pointer()))
         else:
             values.append(next(given))

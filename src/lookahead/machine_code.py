@@ -70,15 +70,15 @@ def compiled(
     return function
 
 
-def entry(function: Function, name: str = "", *, nogil: bool = False, **kinds: Any) -> Function:
-    """Make a function an entry. Its annotations give the types of its arguments; see ``kind_of``.
+def entry(function: Function, name: str = "", *, nogil: bool = False, **types: Any) -> Function:
+    """Make a function an entry. Its annotations give the types of its arguments; see ``value_type_of``.
 
     Args:
         name: the entry's name, if not the function's.
         nogil: whether a call from Python releases the GIL.
-        kinds: annotations of arguments that only a closure knows.
+        types: annotations of arguments that only a closure knows.
     """
-    function.__annotations__.update(kinds)
+    function.__annotations__.update(types)
     made = Entry(function, name or function.__name__.strip("_"), nogil)
     function.__qualname__ += made.name
     if made.name in entries:
@@ -99,30 +99,35 @@ class Entry:
         return self._run(*values)
 
     @cached_property
-    def kinds(self) -> list[Any]:
-        """The kinds of the arguments, and of the result: int or None."""
+    def value_types(self) -> list[Any]:
+        """The types of the arguments, and of the result: int or None."""
         hints = get_type_hints(self.function, include_extras=True)
         names = self.function.__code__.co_varnames[: self.function.__code__.co_argcount]
-        return [*(kind_of(hints[name]) for name in names), None if hints["return"] is type(None) else int]
+        return [
+            *(value_type_of(hints[name]) for name in names),
+            None if hints["return"] is type(None) else int,
+        ]
 
     @cached_property
     def _run(self) -> Callable[..., Any]:
         if UNCOMPILED:
             return self.function
-        *kinds, _ = self.kinds
-        types = [each for kind in kinds for each in _c_types(kind)]
+        *value_types, _ = self.value_types
+        c_types = [each for value_type in value_types for each in _c_types(value_type)]
         prototype = ctypes.CFUNCTYPE if self._nogil else ctypes.PYFUNCTYPE
-        code = prototype(ctypes.c_int64, *types)(address(self.name))
-        if len(types) == len(kinds) and not any(isinstance(kind, Fields) for kind in kinds):
+        code = prototype(ctypes.c_int64, *c_types)(address(self.name))
+        if len(c_types) == len(value_types) and not any(
+            isinstance(value_type, Fields) for value_type in value_types
+        ):
             return code
 
         def run(*values: Any) -> Any:
             words = list[Any]()
-            for value, kind in zip(values, kinds, strict=True):
-                if isinstance(kind, Array):
-                    kind.add(words, value)
+            for value, value_type in zip(values, value_types, strict=True):
+                if isinstance(value_type, Array):
+                    value_type.add(words, value)
                 else:
-                    words.append(value.address if isinstance(kind, Fields) else value)
+                    words.append(value.address if isinstance(value_type, Fields) else value)
             return code(*words)
 
         return run
@@ -139,14 +144,14 @@ def kernel(name: str) -> Callable[..., int]:
             if UNCOMPILED:
                 code = _builder().all_entries()[name].function
             else:
-                types = [ctypes.c_int64] * len(values)
-                code = ctypes.CFUNCTYPE(ctypes.c_int64, *types)(address(name))
+                c_types = [ctypes.c_int64] * len(values)
+                code = ctypes.CFUNCTYPE(ctypes.c_int64, *c_types)(address(name))
         return cast(int, code(*values))
 
     return call
 
 
-# The kinds of values.
+# The types of values.
 
 
 @dataclass(frozen=True)
@@ -179,29 +184,29 @@ class Fields:
     """A named tuple. In compiled code its value is the address of its words.
 
     Attributes:
-        fields: field -> (its kind, the number of words before it).
+        fields: field -> (its type, the number of words before it).
         size: the number of words.
     """
 
-    kind: type
+    record: type
 
     @cached_property
     def fields(self) -> dict[str, tuple[Any, int]]:
         fields = {}
         before = 0
-        for name, hint in get_type_hints(self.kind, include_extras=True).items():
-            fields[name] = kind_of(hint), before
-            before += words_of(kind_of(hint))
+        for name, hint in get_type_hints(self.record, include_extras=True).items():
+            fields[name] = value_type_of(hint), before
+            before += words_of(value_type_of(hint))
         return fields
 
     @property
     def size(self) -> int:
-        return sum(words_of(kind) for kind, _ in self.fields.values())
+        return sum(words_of(value_type) for value_type, _ in self.fields.values())
 
 
 @cache
-def kind_of(hint: Any) -> Any:
-    """The kind of an annotation: int, float, an ``Array``, a tuple of kinds, or ``Fields`` for a named tuple.
+def value_type_of(hint: Any) -> Any:
+    """The type of values of an annotation: int, float, ``Array``, a tuple of them, or ``Fields``, a named tuple.
 
     An array is ``Annotated[Any, dtype, dimensions]``, followed by "strided" if it may be a view with gaps.
     """
@@ -210,27 +215,27 @@ def kind_of(hint: Any) -> Any:
     if hint is bool:
         return int
     if get_origin(hint) is tuple:
-        return tuple(kind_of(each) for each in get_args(hint))
+        return tuple(value_type_of(each) for each in get_args(hint))
     if get_origin(hint) is Annotated:
         _, dtype, dimensions, *strided = get_args(hint)
         return Array(np.dtype(dtype), dimensions, bool(strided))
     return Fields(hint)
 
 
-def words_of(kind: Any) -> int:
+def words_of(value_type: Any) -> int:
     """The number of words of a value."""
-    if isinstance(kind, Fields):
-        return kind.size
-    if isinstance(kind, tuple):
-        return sum(map(words_of, kind))
-    return 1 + 2 * kind.dimensions if isinstance(kind, Array) else 1
+    if isinstance(value_type, Fields):
+        return value_type.size
+    if isinstance(value_type, tuple):
+        return sum(map(words_of, value_type))
+    return 1 + 2 * value_type.dimensions if isinstance(value_type, Array) else 1
 
 
-def _c_types(kind: Any) -> list[Any]:
+def _c_types(value_type: Any) -> list[Any]:
     """The C types of an argument."""
-    if kind is float:
+    if value_type is float:
         return [ctypes.c_double]
-    return [ctypes.c_int64] * (words_of(kind) if isinstance(kind, Array) else 1)
+    return [ctypes.c_int64] * (words_of(value_type) if isinstance(value_type, Array) else 1)
 
 
 class Packed:
@@ -253,18 +258,22 @@ def pack(arrays: Any) -> Any:
         return arrays
     words = list[int]()
 
-    def add(value: Any, kind: Any) -> None:
-        if isinstance(kind, Array):
-            kind.add(words, value)
-        elif kind is int:
+    def add(value: Any, value_type: Any) -> None:
+        if isinstance(value_type, Array):
+            value_type.add(words, value)
+        elif value_type is int:
             words.append(int(value))
         else:
-            parts = kind if isinstance(kind, tuple) else [each for each, _ in kind.fields.values()]
+            parts = (
+                value_type
+                if isinstance(value_type, tuple)
+                else [each for each, _ in value_type.fields.values()]
+            )
             for each, part in zip(value, parts, strict=True):
                 add(each, part)
 
-    kind: Any = type(arrays)
-    add(arrays, kind_of(kind))
+    record: Any = type(arrays)
+    add(arrays, value_type_of(record))
     return Packed(words)
 
 

@@ -27,12 +27,12 @@ NORMS = ("attention_norm", "attention_post_norm", "feed_forward_norm", "feed_for
 
 
 class Norm(NamedTuple):
-    """Weight and bias (n,) fp32, epsilon, and the kind: 0 for no norm, 1 for an RMS norm, 2 for a layer norm."""
+    """Weight and bias (n,) fp32, epsilon, and the type: 0 for no norm, 1 for an RMS norm, 2 for a layer norm."""
 
     weight: Array
     bias: Array
     epsilon: float
-    kind: int
+    type: int
 
     @classmethod
     def none(cls, size: int) -> Norm:

@@ -25,7 +25,7 @@ from ..sampling.top import scratch_words
 from ..threads import thread_count
 from .execution_plan import LINEAR, LinearRecord, record
 from .formats import FORMATS, ROW_BLOCK, ArrayMemory, round_up
-from .packed import BLOCK, GROUP, KIND_INDEX, KINDS, PANEL, PackedLinear, kernel_address, pack_panels
+from .packed import BLOCK, GROUP, PANEL, TENSOR_TYPES, TYPE_INDEX, PackedLinear, kernel_address, pack_panels
 from .thread_pool import thread_pool
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -77,7 +77,7 @@ PLAN = record(
 
 def _packed_bytes(rows: Array, bits: int) -> int:
     count, inner = rows.shape
-    return round_up(count, GROUP) // PANEL * KINDS[KIND_INDEX[QUANTIZE[bits][0]]].panel_bytes(inner)
+    return round_up(count, GROUP) // PANEL * TENSOR_TYPES[TYPE_INDEX[QUANTIZE[bits][0]]].panel_bytes(inner)
 
 
 class CompiledHead:
@@ -172,15 +172,15 @@ class CompiledHead:
         """Quantize and pack outputs (n, inner) of a linear; ``padding`` is the value of outputs that fill up the last
         group."""
         name, quantized = QUANTIZE[bits]
-        kind = KINDS[KIND_INDEX[name]]
+        tensor_type = TENSOR_TYPES[TYPE_INDEX[name]]
         count, inner = rows.shape
         order = np.full(round_up(count, GROUP), -1)
         order[:count] = np.arange(count)
         panels = memory.take(_packed_bytes(rows, bits)).reshape(len(order) // PANEL, -1)
-        pack_panels(kind, quantized(rows), order.reshape(-1, PANEL), inner, panels)
+        pack_panels(tensor_type, quantized(rows), order.reshape(-1, PANEL), inner, panels)
         table = np.empty((len(panels), 2), np.int64)
         table[:, 0] = self._address(panels) + panels.strides[0] * np.arange(len(panels))
-        table[:, 1] = kernel_address(kind)
+        table[:, 1] = kernel_address(tensor_type)
         bias = np.where(order >= 0, 0, padding).astype(np.float32)
         groups = len(panels) // 2
         return LinearRecord(

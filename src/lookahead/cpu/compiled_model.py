@@ -230,7 +230,7 @@ class CompiledModel:
         )
 
     def _norm(self, norm: Norm) -> NormRecord:
-        return NormRecord(self._address(norm.weight), self._address(norm.bias), norm.kind, norm.epsilon)
+        return NormRecord(self._address(norm.weight), self._address(norm.bias), norm.type, norm.epsilon)
 
     @property
     def token_bytes(self) -> int:
@@ -317,7 +317,7 @@ class CompiledModel:
             address += len(reads) * stride
         places.append(address if hidden else 0)
         state.describe(tokens, positions, segments, reads, cache, rotary.address, rotary.each, *places)
-        if self.fmt.kind == "tiles":
+        if self.fmt.product == "tiles":
             state.tile_config[:] = formats.tile_config(min(16, len(tokens)))
         state.owners = (self, memory, rotary.table, [cache.storage[segment.slot] for segment in segments])
         pool.run(self._job, state.address, state)

@@ -74,7 +74,7 @@ def pack(linear: Linear, fmt: Format, memory: ArrayMemory, padding: float = 0.0)
             whole = np.zeros((count * GROUP, steps * step), weight.dtype)
             whole[: len(rows), :inner] = rows
             rows = whole
-        if fmt.kind == "tiles":
+        if fmt.product == "tiles":
             rows = rows.reshape(count, 2, 16, steps, 16, 2).transpose(0, 1, 3, 4, 2, 5)
         else:
             rows = rows.reshape(count, GROUP, steps, step).transpose(0, 2, 1, 3)

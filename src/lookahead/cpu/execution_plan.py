@@ -53,18 +53,18 @@ class LinearRecord(NamedTuple):
 
 
 class NormRecord(NamedTuple):
-    """A norm (``blueprint.Norm``): the addresses of its weights and biases, its kind, and its epsilon."""
+    """A norm (``blueprint.Norm``): the addresses of its weights and biases, its type, and its epsilon."""
 
     weight: int
     bias: int
-    kind: int
+    type: int
     epsilon: float
 
 
 def record_of(fields: type[Any]) -> np.dtype[Any]:
     """The dtype of a named tuple of integers (64 bits) and floats (32 bits); a tuple can be assigned to a record."""
     types = get_type_hints(fields)
-    return np.dtype([(name, "i8" if kind is int else "f4") for name, kind in types.items()], align=True)
+    return np.dtype([(name, "i8" if each is int else "f4") for name, each in types.items()], align=True)
 
 
 def record(**fields: Any) -> np.dtype[Any]:

@@ -1,4 +1,4 @@
-"""How numbers are stored and multiplied: the dtype of a model, and the kind of its products on this processor.
+"""How numbers are stored and multiplied: the dtype of a model, and how its products are computed on this processor.
 
     tiles     bf16 on matrix tiles (AMX)
     pairs     bf16 in vectors, two products at a time (AVX512-BF16)
@@ -45,10 +45,10 @@ FP32, BF16, FP16 = NumberType("f32", 4), NumberType("bf16", 2), NumberType("f16"
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of product and the types of the numbers that it reads and writes.
+    """How products are computed, and the types of the numbers that it reads and writes.
 
     Attributes:
-        kind: "tiles", "pairs", "vectors" or "packed".
+        product: "tiles", "pairs", "vectors" or "packed".
         stored: type of weights and logits; the model's dtype.
         cached: type of keys and values. With packed weights they are fp16: attention reads half as many bytes, and
             their rounding is small beside that of 8-bit activations.
@@ -58,7 +58,7 @@ class Format:
         key_pair: number of consecutive key elements that are adjacent in the cache.
     """
 
-    kind: str
+    product: str
     stored: NumberType
     cached: NumberType
     input: NumberType
@@ -69,12 +69,12 @@ class Format:
     @property
     def name(self) -> str:
         """A unique name."""
-        return f"{self.kind}_{self.stored.bytes}"
+        return f"{self.product}_{self.stored.bytes}"
 
     def row_bytes(self, inner: int) -> int:
         """Bytes of an input row of a product. With packed weights, rows are followed by their quantized blocks."""
         size = round_up(inner, self.step) * self.input.bytes
-        return size + (-(-inner // BLOCK) * RECORD if self.kind == "packed" else 0)
+        return size + (-(-inner // BLOCK) * RECORD if self.product == "packed" else 0)
 
     def __str__(self) -> str:
         level = processor.level()
@@ -83,7 +83,7 @@ class Format:
             "pairs": "AVX512-BF16 pairs",
             "packed": f"packed weights, 8-bit {level.products} products",
         }
-        return names.get(self.kind, f"{level.width}-lane vectors")
+        return names.get(self.product, f"{level.width}-lane vectors")
 
 
 FORMATS = {
@@ -97,8 +97,8 @@ FORMATS = {
 
 def format_for(dtype: str) -> Format:
     """The fastest format of "float32" or "bfloat16" on this processor; KeyError for another dtype."""
-    kind = "tiles" if processor.has_tiles() else "pairs" if processor.has_pairs() else "vectors"
-    return FORMATS[kind if dtype == "bfloat16" else "vectors", dtype]
+    product = "tiles" if processor.has_tiles() else "pairs" if processor.has_pairs() else "vectors"
+    return FORMATS[product if dtype == "bfloat16" else "vectors", dtype]
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -26,7 +26,7 @@ from . import dense, formats
 from .blueprint import ACTIVATIONS, NORMS, Blueprint, LayerParts, Norm, head_norm_of
 from .dense import Linear, bf16_bits, floats
 from .formats import ArrayMemory, round_up
-from .packed import GROUP, KIND_INDEX, KINDS, PANEL, Kind, PackedLinear, pack_panels
+from .packed import GROUP, PANEL, TENSOR_TYPES, TYPE_INDEX, PackedLinear, TensorType, pack_panels
 from .weight_cache import MappedPanels, NewPanels
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -79,20 +79,20 @@ class FileReader:
         self.size = sum(
             round_up(tensor.shape[0] + 3 * GROUP, GROUP)
             // PANEL
-            * kind_of(tensor).panel_bytes(tensor.shape[1])
+            * packed_type(tensor).panel_bytes(tensor.shape[1])
             + 256
             for tensor in weights
         )
         self.decoded: dict[str, int] = {}
         for tensor in weights:
-            if tensor.type not in KIND_INDEX:
+            if tensor.type not in TYPE_INDEX:
                 self.decoded[tensor.type] = self.decoded.get(tensor.type, 0) + 2 * prod(tensor.shape)
 
     def __enter__(self) -> FileReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
             self.file.check_unchanged()
 
     def _pack(self, name: str, order: Array, panels: Array) -> None:
@@ -107,22 +107,22 @@ class FileReader:
         if not len(used):
             return
         tensor = self.file.tensors[name]
-        if tensor.type in KIND_INDEX:
+        if tensor.type in TYPE_INDEX:
             raw = self.file.rows(name, used)
         else:
             decoded = self._decoded(name, self.file.bytes(name), tensor.shape)
             raw = bf16_bits(decoded)[used].view(np.uint8)
         local = np.where(order >= 0, np.searchsorted(used, order), -1)
         out = panels if panels.flags.writeable else np.zeros(panels.shape, np.uint8)
-        pack_panels(kind_of(tensor), raw, local, tensor.shape[1], out)
+        pack_panels(packed_type(tensor), raw, local, tensor.shape[1], out)
         if isinstance(self._memory, NewPanels):
             self._memory.write(panels, out)
 
     def _decoded(self, name: str, raw: Array, shape: tuple[int, ...]) -> Array:
-        kind = self.file.tensors[name].type
-        if kind in ("F32", "F64", "F16"):
-            values = raw.view({"F32": "<f4", "F64": "<f8", "F16": "<f2"}[kind]).astype(np.float32)
-        elif kind == "BF16":
+        tensor_type = self.file.tensors[name].type
+        if tensor_type in ("F32", "F64", "F16"):
+            values = raw.view({"F32": "<f4", "F64": "<f8", "F16": "<f2"}[tensor_type]).astype(np.float32)
+        elif tensor_type == "BF16":
             values = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
         else:
             try:
@@ -130,11 +130,11 @@ class FileReader:
 
                 with np.errstate(all="ignore"):  # damage shows up in the logits
                     values = gguf.dequantize(
-                        raw.reshape(prod(shape[:-1]), -1), gguf.GGMLQuantizationType[kind]
+                        raw.reshape(prod(shape[:-1]), -1), gguf.GGMLQuantizationType[tensor_type]
                     )
             except (ImportError, KeyError, NotImplementedError) as error:
                 raise Unsupported(
-                    f"{name} is stored as {kind}, which this library reads with the package gguf; "
+                    f"{name} is stored as {tensor_type}, which this library reads with the package gguf; "
                     f"pip install gguf, or use a file of another type ({error})"
                 ) from None
         return np.ascontiguousarray(values, np.float32).reshape(shape)
@@ -187,9 +187,9 @@ class FileReader:
             tensor = self.file.tensors[rows.name]
             _, inner = tensor.shape
             order = rows.order.reshape(-1, PANEL)
-            packed, entries = new_panels(self._memory, kind_of(tensor), len(order), inner)
+            packed, entries = new_panels(self._memory, packed_type(tensor), len(order), inner)
             # A tensor that is decoded is decoded once.
-            step = max(1, CHUNK // packed.shape[1]) if tensor.type in KIND_INDEX else len(order)
+            step = max(1, CHUNK // packed.shape[1]) if tensor.type in TYPE_INDEX else len(order)
             for begin in range(0, len(order), step):
                 part = slice(begin, begin + step)
                 self._to_pack.append((rows.name, order[part], packed[part]))
@@ -280,7 +280,7 @@ class FileReader:
         weight = self.rounded(f"{name}.weight", self.norm_offset)
         has_bias = f"{name}.bias" in self.file.tensors
         bias = self.rounded(f"{name}.bias") if has_bias else np.zeros_like(weight)
-        return Norm(weight, bias, self.settings.epsilon, self.names.norm_kind)
+        return Norm(weight, bias, self.settings.epsilon, self.names.norm_type)
 
     def head_norm(self, layer: int) -> tuple[Norm | None, bool]:
         """``LayerParts.head_norm`` and ``joint_norm``."""
@@ -420,9 +420,9 @@ def missing(error: KeyError) -> Unsupported:
     return Unsupported(f"the file must have the tensor {error}, and does not")
 
 
-def kind_of(tensor: Tensor) -> Kind:
-    """The kind in which a matrix is packed."""
-    return KINDS[KIND_INDEX.get(tensor.type, KIND_INDEX["BF16"])]
+def packed_type(tensor: Tensor) -> TensorType:
+    """The tensor type in which a matrix is packed."""
+    return TENSOR_TYPES[TYPE_INDEX.get(tensor.type, TYPE_INDEX["BF16"])]
 
 
 def filled(order: Array, multiple: int) -> Array:
@@ -430,9 +430,11 @@ def filled(order: Array, multiple: int) -> Array:
     return np.concatenate([order, np.full(-len(order) % multiple, -1)])
 
 
-def new_panels(memory: ArrayMemory | MappedPanels, kind: Kind, count: int, inner: int) -> tuple[Array, Array]:
+def new_panels(
+    memory: ArrayMemory | MappedPanels, tensor_type: TensorType, count: int, inner: int
+) -> tuple[Array, Array]:
     """Memory for panels, uint8 (count, bytes of a panel), and its ``PackedLinear.panels``."""
-    size = kind.panel_bytes(inner)
+    size = tensor_type.panel_bytes(inner)
     panels = memory.take(count * size).reshape(count, size)
     addresses = panels.ctypes.data + size * np.arange(count)
-    return panels, np.stack([addresses, np.full(count, KIND_INDEX[kind.name])], -1)
+    return panels, np.stack([addresses, np.full(count, TYPE_INDEX[tensor_type.name])], -1)

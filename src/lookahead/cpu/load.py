@@ -43,10 +43,10 @@ def read_model(file: GGUFFile, cache: bool = True) -> PackedModel:
         )
     if told:
         model.state["unwritable cache"] = {}
-    for kind, size in reader.decoded.items():
+    for tensor_type, size in reader.decoded.items():
         warnings.warn(
-            f"{file.path.name}: the compiled path does not support {kind} blocks; those tensors are decoded to "
-            f"bfloat16, which takes {size / 1e6:.0f} MB",
+            f"{file.path.name}: the compiled path does not support {tensor_type} blocks; those tensors are decoded "
+            f"to bfloat16, which takes {size / 1e6:.0f} MB",
             UserWarning,
             stacklevel=2,
         )

@@ -17,7 +17,7 @@ each output, which the processor multiplies at once. A panel consists of three p
 So a Q4_0 block of 16 outputs takes 256 bytes of quants and 32 of scales, as in the file.
 
 ``pack_panels`` copies outputs of a file into panels. The function at ``decoder_address`` decodes an output, for
-embeddings and tests. Each kind has its own compiled code (``kernels.panels``).
+embeddings and tests. Each tensor type has its own compiled code (``kernels.panels``).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ RECORD = QUANTIZED.itemsize
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorType:
     """A type of GGUF tensor.
 
     Attributes:
@@ -105,24 +105,24 @@ class Kind:
         return -(-size // 64) * 64
 
 
-#: Compiled code refers to a kind by its index in this tuple.
-KINDS = (
-    Kind("F32", 32, 0, False, False, 1, 128),
-    Kind("F16", 16, 0, False, False, 1, 64),
-    Kind("BF16", 16, 0, False, False, 1, 64),
-    Kind("Q4_0", 4, 8, False, False, 1, 18),
-    Kind("Q4_1", 4, 0, True, False, 1, 20),
-    Kind("Q5_0", 5, 16, False, False, 1, 22),
-    Kind("Q5_1", 5, 0, True, False, 1, 24),
-    Kind("Q8_0", 8, 128, False, False, 1, 34),
-    Kind("Q4_K", 4, 0, True, True, 1, 144),
-    Kind("Q5_K", 5, 0, True, True, 1, 176),
-    Kind("Q6_K", 6, 32, False, True, 2, 210),
+#: Compiled code refers to a tensor type by its index in this tuple.
+TENSOR_TYPES = (
+    TensorType("F32", 32, 0, False, False, 1, 128),
+    TensorType("F16", 16, 0, False, False, 1, 64),
+    TensorType("BF16", 16, 0, False, False, 1, 64),
+    TensorType("Q4_0", 4, 8, False, False, 1, 18),
+    TensorType("Q4_1", 4, 0, True, False, 1, 20),
+    TensorType("Q5_0", 5, 16, False, False, 1, 22),
+    TensorType("Q5_1", 5, 0, True, False, 1, 24),
+    TensorType("Q8_0", 8, 128, False, False, 1, 34),
+    TensorType("Q4_K", 4, 0, True, True, 1, 144),
+    TensorType("Q5_K", 5, 0, True, True, 1, 176),
+    TensorType("Q6_K", 6, 32, False, True, 2, 210),
 )
 #: Outputs of a group, which is two panels.
 GROUP = 2 * PANEL
-KIND_INDEX = {kind.name: index for index, kind in enumerate(KINDS)}
-F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K = range(len(KINDS))
+TYPE_INDEX = {tensor_type.name: index for index, tensor_type in enumerate(TENSOR_TYPES)}
+F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K = range(len(TENSOR_TYPES))
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class PackedLinear:
     """A linear whose weights are stored in panels.
 
     Attributes:
-        panels: (groups, 2, 2) int64: for each panel of a group, its address and the index of its kind in ``KINDS``.
+        panels: (groups, 2, 2) int64: for each panel of a group, its address and its type's index in ``TENSOR_TYPES``.
         bias: (32 * groups,) fp32.
         inner: numbers of an output.
         memory: the object that owns the memory of the panels.
@@ -152,21 +152,21 @@ class PackedLinear:
 
     @property
     def decoders(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """``panels`` with the address of each panel's decoder instead of its kind."""
+        """``panels`` with the address of each panel's decoder instead of its tensor type."""
         if self._decoders is None:
             self._decoders = self.with_code(decoder_address)
         return self._decoders
 
-    def with_code(self, address_of: Callable[[Kind], int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """``panels`` with the address of compiled code instead of each panel's kind."""
+    def with_code(self, address_of: Callable[[TensorType], int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """``panels`` with the address of compiled code instead of each panel's tensor type."""
         table = self.panels.copy()
-        for kind in np.unique(table[..., 1]):
-            table[..., 1][self.panels[..., 1] == kind] = address_of(KINDS[kind])
+        for tensor_type in np.unique(table[..., 1]):
+            table[..., 1][self.panels[..., 1] == tensor_type] = address_of(TENSOR_TYPES[tensor_type])
         return table
 
 
 def pack_panels(
-    kind: Kind,
+    tensor_type: TensorType,
     raw: np.ndarray[Any, np.dtype[np.uint8]],
     rows: np.ndarray[Any, np.dtype[np.int64]],
     inner: int,
@@ -183,21 +183,21 @@ def pack_panels(
     rows = np.ascontiguousarray(rows, np.int64)
     assert raw.strides[1] == out.strides[1] == 1
     addresses = raw.ctypes.data, raw.strides[0], rows.ctypes.data
-    kernel(f"pack_{kind.name}")(*addresses, len(rows), inner, out.ctypes.data, out.strides[0])
+    kernel(f"pack_{tensor_type.name}")(*addresses, len(rows), inner, out.ctypes.data, out.strides[0])
 
 
-def decoder_address(kind: Kind) -> int:
-    """The address of a kind's compiled decoder.
+def decoder_address(tensor_type: TensorType) -> int:
+    """The address of a tensor type's compiled decoder.
 
     Its arguments are (panel, lane, inner, out). It decodes output ``lane`` of a panel to fp32 (inner,) at ``out``.
     """
-    return address(f"decode_{kind.name}")
+    return address(f"decode_{tensor_type.name}")
 
 
-def kernel_address(kind: Kind) -> int:
-    """The address of a kind's compiled kernel.
+def kernel_address(tensor_type: TensorType) -> int:
+    """The address of a tensor type's compiled kernel.
 
     A kernel is (panel, rows, stride, blocks, count, out); see ``packed_gemm.microkernel``. It writes 16 of 32 columns
     of ``out``. Gemms call kernels by address, so there is one of each, not one in every gemm.
     """
-    return address(f"gemm_{kind.name}")
+    return address(f"gemm_{tensor_type.name}")

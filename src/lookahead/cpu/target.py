@@ -87,11 +87,11 @@ class PassArrays(NamedTuple):
         numbers = np.int16 if compiled.fmt.stored.is_bf16 else np.float32
         begin = 0
         parts = list[Array]()
-        for stride, kind in zip(
+        for stride, dtype in zip(
             compiled.logits_strides, (numbers, np.float32, np.int32, np.float32), strict=True
         ):
             end = begin + rows * stride
-            parts.append(memory[begin:end].view(kind).reshape(rows, stride // np.dtype(kind).itemsize))
+            parts.append(memory[begin:end].view(dtype).reshape(rows, stride // np.dtype(dtype).itemsize))
             begin = end
         logits, peaks, ids, odds = parts
         states = None

@@ -45,7 +45,7 @@ class GGUFNames:
         settings: field of the transformers config -> metadata key without the architecture prefix. Keys shared by all
             architectures are not listed.
         permuted: whether the rows and biases of queries and keys are permuted (see above).
-        norm_kind: 1 for RMS norms, 2 for layer norms.
+        norm_type: 1 for RMS norms, 2 for layer norms.
         activation: the activation of the feed-forward, by its name in ``blueprint.ACTIVATIONS``.
         scaled_embedding: whether embeddings are multiplied by sqrt(hidden).
         slides: (layer) -> whether it has a sliding window, for files with a window but no pattern.
@@ -56,7 +56,7 @@ class GGUFNames:
     tensors: Mapping[str, str]
     settings: Mapping[str, str]
     permuted: bool = False
-    norm_kind: int = 1
+    norm_type: int = 1
     activation: str = "silu"
     scaled_embedding: bool = False
     slides: Callable[[int], bool] | None = None
@@ -155,7 +155,7 @@ GGUF_NAMES: dict[str, GGUFNames] = {
         model_class="Starcoder2ForCausalLM",
         tensors=_without(_TENSORS, "gate"),
         settings=_SETTINGS | _LAYER_NORM,
-        norm_kind=2,
+        norm_type=2,
         activation="gelu_pytorch_tanh",
         slides=lambda layer: True,
     ),
@@ -164,7 +164,7 @@ GGUF_NAMES: dict[str, GGUFNames] = {
         model_class="GPT2LMHeadModel",
         tensors=_without(_TENSORS, "query", "key", "value", "gate") | _QKV | {"positions": "position_embd"},
         settings=_LAYER_NORM,
-        norm_kind=2,
+        norm_type=2,
         activation="gelu_pytorch_tanh",
         rotates=lambda layer: False,
     ),

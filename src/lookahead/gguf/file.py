@@ -133,10 +133,10 @@ def open_model(path: Path) -> GGUFFile:
             f"general.architecture must be a name of letters and digits, and {path.name} has {architecture!r:.60}; "
             "download or convert the file again"
         )
-    kind = "mmproj" if architecture == "clip" else file.metadata.get("general.type", "model")
-    if isinstance(kind, str) and kind in NOT_MODELS:
+    general_type = "mmproj" if architecture == "clip" else file.metadata.get("general.type", "model")
+    if isinstance(general_type, str) and general_type in NOT_MODELS:
         raise SettingsError(
-            f"a GGUF file must contain a language model, and {path.name} is {NOT_MODELS[kind]}"
+            f"a GGUF file must contain a language model, and {path.name} is {NOT_MODELS[general_type]}"
         )
     parts = file.metadata.get("split.count", 1)
     if isinstance(parts, int) and parts > 1:
@@ -252,7 +252,7 @@ class GGUFFile:
         for tensor in self.tensors.values():
             if len(tensor.shape) > 1:
                 sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
-        return " + ".join(sorted(sizes, key=lambda kind: -sizes[kind]))
+        return " + ".join(sorted(sizes, key=lambda name: -sizes[name]))
 
     @property
     def parameter_count(self) -> int:
@@ -463,28 +463,28 @@ class _Reader:
         self.at = end
         return texts
 
-    def value(self, kind: int, key: str) -> Any:
+    def value(self, value_type: int, key: str) -> Any:
         """One value of an entry."""
-        if kind == STRING:
+        if value_type == STRING:
             return self.string()
-        if kind == ARRAY:
+        if value_type == ARRAY:
             return self.array(key)
-        return self.numbers(kind, 1, key)[0].item()
+        return self.numbers(value_type, 1, key)[0].item()
 
     def array(self, key: str) -> Any:
         """An array of an entry: strings as a list, numbers as a numpy array."""
-        kind, count = self.number("<I"), self.number("<Q")
-        if kind == STRING:
+        value_type, count = self.number("<I"), self.number("<Q")
+        if value_type == STRING:
             self.check_count(count, 8, f"strings in {key!r:.80}")
             return self.strings(count)
-        return self.numbers(kind, count, key)
+        return self.numbers(value_type, count, key)
 
-    def numbers(self, kind: int, count: int, key: str) -> np.ndarray[Any, Any]:
+    def numbers(self, value_type: int, count: int, key: str) -> np.ndarray[Any, Any]:
         """Consecutive numbers of one type, (count,)."""
-        if kind not in NUMBERS:
-            nested = " (an array of arrays)" if kind == ARRAY else ""
-            raise _Damaged(f"the value of {key!r:.80} has type {kind}{nested}, which cannot be read")
-        dtype = np.dtype(NUMBERS[kind])
+        if value_type not in NUMBERS:
+            nested = " (an array of arrays)" if value_type == ARRAY else ""
+            raise _Damaged(f"the value of {key!r:.80} has type {value_type}{nested}, which cannot be read")
+        dtype = np.dtype(NUMBERS[value_type])
         self.check_count(count, dtype.itemsize, f"numbers in {key!r:.80}")
         end = self.at + count * dtype.itemsize
         if end > len(self.data):
@@ -502,13 +502,13 @@ class _Reader:
                 f"the tensor {name!r:.80} must have 1 to {MOST_DIMENSIONS} dimensions, got {dimensions}"
             )
         shape = tuple(self.number("<Q") for _ in range(dimensions))[::-1]
-        kind = self.number("<I")
+        tensor_type = self.number("<I")
         offset = self.number("<Q")
-        if kind not in BLOCK_TYPES:
+        if tensor_type not in BLOCK_TYPES:
             raise _Damaged(
-                f"the tensor {name!r:.80} has block type {kind}, which this version does not support"
+                f"the tensor {name!r:.80} has block type {tensor_type}, which this version does not support"
             )
-        type_name, elements, size = BLOCK_TYPES[kind]
+        type_name, elements, size = BLOCK_TYPES[tensor_type]
         if 0 in shape:
             raise _Damaged(f"the tensor {name!r:.80} must not be empty, got the shape {shape}")
         if shape[-1] % elements:

@@ -95,11 +95,15 @@ def check_file(file: GGUFFile) -> GGUFSettings | None:
     except Unsupported:
         check_counts(file)
     scaling = f"{file.metadata.get('general.architecture')}.rope.scaling"
-    kind = file.metadata.get(f"{scaling}.type", "linear")
+    scaling_type = file.metadata.get(f"{scaling}.type", "linear")
     factor = file.metadata.get(f"{scaling}.factor", 0)
     ignored = [name for name in (FREQUENCY_FACTORS, *FACTORS_BY_LENGTH) if name in file.tensors]
     unscaled = isinstance(factor, (int, float)) and factor in (0, 1)  # a damaged file may have an array here
-    if not isinstance(kind, str) or kind not in ("none", "linear") or (kind == "linear" and not unscaled):
+    if (
+        not isinstance(scaling_type, str)
+        or scaling_type not in ("none", "linear")
+        or (scaling_type == "linear" and not unscaled)
+    ):
         ignored.append(scaling)
     if ignored and not scaling.startswith("gpt-oss"):  # whose scaling transformers reads
         raise SettingsError(
@@ -198,17 +202,17 @@ def _rotary(
         return (), (0,) * sizes.layer_count
     if sizes.head_size % 2:
         raise Unsupported(f"heads with rotary positions must have an even size, got {sizes.head_size}")
-    kind = read.get("rope.scaling.type", "linear")  # as in llama.cpp
-    if not isinstance(kind, str) or kind not in ("none", "linear"):
+    scaling_type = read.get("rope.scaling.type", "linear")  # as in llama.cpp
+    if not isinstance(scaling_type, str) or scaling_type not in ("none", "linear"):
         raise Unsupported(
-            f"the compiled path does not support rotary positions of type {kind!r:.60} in GGUF files"
+            f"the compiled path does not support rotary positions of type {scaling_type!r:.60} in GGUF files"
         )
     for name in FACTORS_BY_LENGTH:
         if name in read.file.tensors:
             raise Unsupported(f"rotary positions that change with the sequence length ({name})")
     # The tables: one, or in Gemma 3 a second one for layers with a sliding window.
     factor = 1.0
-    if kind == "linear":  # old files have the second key; the factor 0 means none
+    if scaling_type == "linear":  # old files have the second key; the factor 0 means none
         factor = float(read.number("rope.scaling.factor", 0) or read.number("rope.scale_linear", 0) or 1.0)
     tables = [RotaryTable(read.setting("rope_theta", 10000.0), factor)]
     if read.architecture == "gemma3":

@@ -372,7 +372,7 @@ def _expected(names: GGUFNames, layer_count: int) -> Iterator[tuple[str, list[tu
         else:
             shapes = [_SHAPES[part]]
         is_norm = len(shapes[0]) == 1
-        has_bias = part not in _WITHOUT_BIAS and (not is_norm or names.norm_kind == 2)
+        has_bias = part not in _WITHOUT_BIAS and (not is_norm or names.norm_type == 2)
         for layer in range(layer_count if "{layer}" in pattern else 1):
             name = pattern.format(layer=layer)
             yield f"{name}.weight", shapes, part == "head"

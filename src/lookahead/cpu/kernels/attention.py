@@ -77,7 +77,7 @@ def _score_of(fmt: Format) -> Any:
 
     ``line`` is the stride of ``out`` in bytes, ``head`` the padded head size. Tiles always write 16 lines.
     """
-    if fmt.kind == "tiles":
+    if fmt.product == "tiles":
         return _scores_on_tiles
     load = CODE[fmt.cached].load_columns
     key_bytes = KEY_BLOCK * fmt.cached.bytes

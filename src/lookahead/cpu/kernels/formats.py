@@ -68,4 +68,4 @@ CODE = {
     BF16: NumberCode(shorts_at, _to_bf16, _from_bf16, load_columns_bf16, store_bf16),
 }
 #: The formats of this level of processors.
-COMPILED = [fmt for fmt in FORMATS.values() if WIDTH == 16 or fmt.kind not in ("tiles", "pairs")]
+COMPILED = [fmt for fmt in FORMATS.values() if WIDTH == 16 or fmt.product not in ("tiles", "pairs")]

@@ -34,7 +34,7 @@ plan_at, layer_at = record_at(PLAN), record_at(LAYER)
 
 def _embed_of(fmt: Format) -> Any:
     weights_at, to_fp32, stored_bytes = CODE[fmt.stored].pointer, CODE[fmt.stored].to_fp32, fmt.stored.bytes
-    is_packed = fmt.kind == "packed"
+    is_packed = fmt.product == "packed"
 
     def embed(p: Any, begin: int, end: int) -> None:
         """Write the embeddings of rows begin..end to x, in fp32, with learned positions added."""
@@ -134,8 +134,8 @@ def _pass_of(fmt: Format) -> Any:
     embed = _embed_of(fmt)
     norm_rows, add_normed, keep_states = norms_of(fmt)
     rotate, attend, find_top = rotate_of(fmt), _attend_of(fmt), _find_top_of(fmt)
-    on_tiles = fmt.kind == "tiles"
-    is_packed = fmt.kind == "packed"
+    on_tiles = fmt.product == "tiles"
+    is_packed = fmt.product == "packed"
 
     # A linear whose outputs are added to x, for attention and feed-forward.
     def add_branch(
@@ -145,7 +145,7 @@ def _pass_of(fmt: Format) -> Any:
         if is_packed:
             quantize_rows(source, stride, p.rows, linear.steps, worker)
             arrived = barrier(worker, arrived)
-        if norm.kind == 0:
+        if norm.type == 0:
             add(p, linear, source, stride, p.rows, p.x, p.x_stride, worker, stage)
         else:
             store(p, linear, source, stride, p.rows, p.qkv, p.qkv_stride, worker, stage)

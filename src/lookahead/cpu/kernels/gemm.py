@@ -105,7 +105,7 @@ def _rows_of(fmt: Format, rows: int) -> Any:
 
     Each row also prefetches its part of the next chunk. ``share`` is the part of 8 rows, in bytes per step.
     """
-    load = load_column_pairs if fmt.kind == "pairs" else CODE[fmt.stored].load_columns
+    load = load_column_pairs if fmt.product == "pairs" else CODE[fmt.stored].load_columns
     column_bytes = fmt.step * fmt.stored.bytes * LANES
     step_bytes = VECTORS * column_bytes
 
@@ -164,9 +164,9 @@ def _microkernel(fmt: Format) -> Any:
 
     There are up to 32 rows, ``stride`` bytes apart, and ``steps`` counts the format's steps.
     """
-    if fmt.kind == "packed":
+    if fmt.product == "packed":
         return packed_gemm.microkernel
-    return _tile_kernel if fmt.kind == "tiles" else _vector_kernel(fmt)
+    return _tile_kernel if fmt.product == "tiles" else _vector_kernel(fmt)
 
 
 # Epilogues of a row of a group: (first, second, line, peak, a, b, cap), with the 32 sums as two vectors, the

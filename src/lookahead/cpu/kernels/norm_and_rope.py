@@ -37,9 +37,9 @@ def statistics(address: int, size: int, norm: Any) -> Any:
     """
     xs = floats_at(address)
     mean, total = np.float32(0), np.float32(0)
-    if norm.kind == 0:
+    if norm.type == 0:
         return mean, np.float32(1)
-    if norm.kind == 2:
+    if norm.type == 2:
         for i in range(size):
             total += xs[i]
         mean = total / np.float32(size)
@@ -52,7 +52,7 @@ def statistics(address: int, size: int, norm: Any) -> Any:
 def norms_of(fmt: Format) -> tuple[Any, Any, Any]:
     """``norm_rows``, ``add_normed`` and ``keep_states`` of a format."""
     input_at, from_fp32 = CODE[fmt.input].pointer, CODE[fmt.input].from_fp32
-    is_packed = fmt.kind == "packed"
+    is_packed = fmt.product == "packed"
 
     def norm_rows(
         p: Any, norm: Any, rows: int, row_numbers: int, worker: Any, arrived: int
@@ -158,7 +158,7 @@ def rotate_of(fmt: Format) -> Any:
                 ys[i] = source[i]
             # Normalize and rotate queries and keys.
             if lane < heads + key_heads:
-                if layer.head_norm.kind != 0:
+                if layer.head_norm.type != 0:
                     ws = floats_at(layer.head_norm.weight + 4 * lane * head)
                     width = head
                     if layer.joint_norm != 0:

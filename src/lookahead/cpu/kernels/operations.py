@@ -49,13 +49,13 @@ def operation(prototype: Any, emit: Callable[..., Any], *others: Any) -> Callabl
             for result, *wanted in prototypes:
                 if len(given) == len(wanted) and all(map(_fits, given, wanted)):
                     arguments = [g if isinstance(w, type) else w for g, w in zip(given, wanted, strict=True)]
-                    kind = result if isinstance(result, types.Type) else result(*given)
-                    return kind(*arguments)
+                    type_ = result if isinstance(result, types.Type) else result(*given)
+                    return type_(*arguments)
             return None
 
         def lower(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             pairs = zip(signature.args, values, strict=True)
-            values = [kind.literal_value if isinstance(kind, CONSTANT) else value for kind, value in pairs]
+            values = [type_.literal_value if isinstance(type_, CONSTANT) else value for type_, value in pairs]
             value = emit(builder, *values)
             return context.get_dummy_value() if value is None else value
 
@@ -78,14 +78,14 @@ def _fits(given: Any, wanted: Any) -> bool:
 
 def call_intrinsic(builder: Any, name: str, result: Any, *arguments: Any, flags: Sequence[str] = ()) -> Any:
     """Call one of LLVM's intrinsics, or a C function."""
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    type_ = ir.FunctionType(result, [argument.type for argument in arguments])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, type_, name)
     return builder.call(function, list(arguments), fastmath=flags)
 
 
-def pointer_to(builder: Any, address: Any, kind: Any = I8) -> Any:
+def pointer_to(builder: Any, address: Any, type_: Any = I8) -> Any:
     """An address as LLVM's pointer to a type."""
-    return builder.inttoptr(address, kind.as_pointer())
+    return builder.inttoptr(address, type_.as_pointer())
 
 
 def memory(address: int, dtype: Any, count: int) -> np.ndarray[Any, Any]:
@@ -131,9 +131,9 @@ def numbers_at(dtype: Any) -> Any:
 
 def record_at(dtype: np.dtype[Any]) -> Any:
     """Make the operation (address) -> the record there, with the fields of a structured dtype."""
-    kind = from_dtype(dtype)
+    type_ = from_dtype(dtype)
 
-    @operation(kind(int64), lambda b, address: pointer_to(b, address, ir.ArrayType(I8, dtype.itemsize)))
+    @operation(type_(int64), lambda b, address: pointer_to(b, address, ir.ArrayType(I8, dtype.itemsize)))
     def record(address: int) -> Any:
         return memory(address, dtype, 1).view(np.recarray)[0]
 
@@ -157,8 +157,8 @@ def prefetch(address: int, size: int) -> None:
 
 
 def _call(builder: Any, address: Any, *arguments: Any) -> None:
-    kind = ir.FunctionType(NOTHING, [I64] * len(arguments))
-    builder.call(builder.inttoptr(address, kind.as_pointer()), arguments)
+    type_ = ir.FunctionType(NOTHING, [I64] * len(arguments))
+    builder.call(builder.inttoptr(address, type_.as_pointer()), arguments)
 
 
 @operation(void(*[int64] * 5), _call, void(*[int64] * 6), void(*[int64] * 7))

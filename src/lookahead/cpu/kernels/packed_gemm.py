@@ -33,7 +33,7 @@ import numpy as np
 
 from ...machine_code import compiled, entry
 from ..formats import ROW_BLOCK
-from ..packed import BLOCK, GROUP, KINDS, PANEL, QUANTIZED, RECORD, SUPER, Kind
+from ..packed import BLOCK, GROUP, PANEL, QUANTIZED, RECORD, SUPER, TENSOR_TYPES, TensorType
 from .operations import call, integers_at, offsets_of, prefetch, record_at, stack_memory
 from .processor import PAIRED_BYTES, SIGNED_DOT, VNNI, WIDTH
 from .vector_math import inlined
@@ -149,17 +149,17 @@ def _products(total: Any, weights: Any, row: int) -> Any:
     return dot_u8_i8(total, w3, broadcast_word(row + 12))
 
 
-def _term_of(kind: Kind) -> tuple[Any, Any, Any]:
+def _term_of(tensor_type: TensorType) -> tuple[Any, Any, Any]:
     """Make three functions: a block's scales, its offsets, and the addition of its term to a row's sums.
 
     The first two are (scales, factors, half) and (scales, factors): addresses of the block's scales and, if these are
     8-bit numbers, of the superblock's factors.
     """
-    grouped = kind.grouped
-    signed = kind.halves > 1
-    zero = kind.zero
+    grouped = tensor_type.grouped
+    signed = tensor_type.halves > 1
+    zero = tensor_type.zero
     start = START.get(zero, 0)
-    has_offsets = kind.offsets
+    has_offsets = tensor_type.offsets
 
     def scales_of(scales: int, factors: int, half: int) -> Any:
         if not grouped:
@@ -183,14 +183,14 @@ def _term_of(kind: Kind) -> tuple[Any, Any, Any]:
             value = multiply_add(offsets, broadcast_float(row + SCALED_SUM), value)
         store(line, value)
 
-    return tuple(inlined(function, kind.name) for function in (scales_of, offsets_of, add_term))  # type: ignore[return-value]
+    return tuple(inlined(function, tensor_type.name) for function in (scales_of, offsets_of, add_term))  # type: ignore[return-value]
 
 
-def _one_run(kind: Kind) -> Any:
+def _one_run(tensor_type: TensorType) -> Any:
     """Make (quants, scales, factors, row, stride, count, out), which adds a block's terms to the sums of all rows."""
-    unpack = UNPACK[kind.bits]
-    scales_of, offsets_of, add_term = _term_of(kind)
-    two_scales = kind.halves > 1
+    unpack = UNPACK[tensor_type.bits]
+    scales_of, offsets_of, add_term = _term_of(tensor_type)
+    two_scales = tensor_type.halves > 1
 
     def block(quants: int, scales: int, factors: int, row: int, stride: int, count: int, out: int) -> None:
         first_weights, second_weights = unpack(quants, 0), unpack(quants, 1)
@@ -210,16 +210,16 @@ def _one_run(kind: Kind) -> Any:
             row += stride
             out += LINE
 
-    return inlined(block, kind.name)
+    return inlined(block, tensor_type.name)
 
 
-def _two_runs(kind: Kind) -> Any:
+def _two_runs(tensor_type: TensorType) -> Any:
     """``_one_run`` for processors with few registers or without an instruction for four byte products."""
-    unpack = UNPACK[kind.bits]
-    scales_of, offsets_of, add_term = _term_of(kind)
-    two_scales = kind.halves > 1
-    bits = kind.bits
-    in_digits = kind.bits == 8 and (PAIRED_BYTES or SIGNED_DOT)
+    unpack = UNPACK[tensor_type.bits]
+    scales_of, offsets_of, add_term = _term_of(tensor_type)
+    two_scales = tensor_type.halves > 1
+    bits = tensor_type.bits
+    in_digits = tensor_type.bits == 8 and (PAIRED_BYTES or SIGNED_DOT)
     # Whether the sums of eight vectors fit into AVX2's shorts, so that they are widened only once.
     eight_fit = bits == 4 or in_digits
     load_kept = load_totals if eight_fit else load_words
@@ -247,7 +247,7 @@ def _two_runs(kind: Kind) -> Any:
             store(kept + VECTOR * r, load_kept(kept + VECTOR * r) + products(weights, row + stride * r))
 
     for function in (products, keep, keep_more):
-        inlined(function, kind.name)
+        inlined(function, tensor_type.name)
 
     def block(quants: int, scales: int, factors: int, row: int, stride: int, count: int, out: int) -> None:
         if two_scales:  # each half of a block is treated as a block
@@ -281,14 +281,18 @@ def _two_runs(kind: Kind) -> Any:
                 total = total + (whole(load_kept(here + KEPT)) << 4)
             add_term(out + LINE * r, x, total, block_scales, offsets, 0)
 
-    return inlined(block, kind.name)
+    return inlined(block, tensor_type.name)
 
 
-def quantized_kernel(kind: Kind) -> Any:
-    """Make the kernel of a kind of weights of 4 to 8 bits; see ``packed.kernel_address``."""
-    block = _one_run(kind) if ONE_RUN else _two_runs(kind)
-    quant_bytes, scale_bytes, factor_bytes = kind.quant_bytes, kind.scale_bytes, kind.super_bytes
-    grouped = kind.grouped
+def quantized_kernel(tensor_type: TensorType) -> Any:
+    """Make the kernel of a tensor type of weights of 4 to 8 bits; see ``packed.kernel_address``."""
+    block = _one_run(tensor_type) if ONE_RUN else _two_runs(tensor_type)
+    quant_bytes, scale_bytes, factor_bytes = (
+        tensor_type.quant_bytes,
+        tensor_type.scale_bytes,
+        tensor_type.super_bytes,
+    )
+    grouped = tensor_type.grouped
 
     def kernel(panel: int, rows: int, stride: int, blocks: int, count: int, out: int) -> None:
         for r in range(count):
@@ -311,10 +315,10 @@ def quantized_kernel(kind: Kind) -> Any:
     return kernel
 
 
-def plain_kernel(kind: Kind) -> Any:
+def plain_kernel(tensor_type: TensorType) -> Any:
     """Make the kernel of fp32, fp16 or bf16 weights, which reads the fp32 numbers of the rows."""
-    size = kind.bits // 8
-    load = {"F32": load_floats, "F16": load_fp16, "BF16": load_bf16}[kind.name]
+    size = tensor_type.bits // 8
+    load = {"F32": load_floats, "F16": load_fp16, "BF16": load_bf16}[tensor_type.name]
 
     def kernel(panel: int, rows: int, stride: int, blocks: int, count: int, out: int) -> None:
         for r in range(count):
@@ -327,13 +331,13 @@ def plain_kernel(kind: Kind) -> Any:
     return kernel
 
 
-for _kind in KINDS:
-    entry(plain_kernel(_kind) if _kind.bits > 8 else quantized_kernel(_kind), f"gemm_{_kind.name}")
+for _type in TENSOR_TYPES:
+    entry(plain_kernel(_type) if _type.bits > 8 else quantized_kernel(_type), f"gemm_{_type.name}")
 
 
 @compiled
 def microkernel(panels: int, rows: int, stride: int, blocks: int, count: int, out: int) -> None:
-    """Write the sums (count, 32) fp32 of rows times one group, which consists of two panels of any kind.
+    """Write the sums (count, 32) fp32 of rows times one group, which consists of two panels of any tensor type.
 
     Args:
         panels: address of four 64-bit integers: for each panel, its address and its kernel's address.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...machine_code import compiled, entry
-from ..packed import BLOCK, KINDS, PANEL, SUPER, Kind
+from ..packed import BLOCK, PANEL, SUPER, TENSOR_TYPES, TensorType
 from .operations import bytes_at, call, floats_at, integers_at, shorts_at, stack_memory
 from .vectors import fp16_at
 
@@ -32,15 +32,15 @@ def _scale_and_offset(raw: Any, start: int, j: int) -> tuple[int, int]:
     return (both & 15) | (scale >> 6) << 4, (both >> 4) | (shift >> 6) << 4
 
 
-def _read_block_of(kind: Kind) -> Any:
+def _read_block_of(tensor_type: TensorType) -> Any:
     """Make (raw, block, q, scales), which reads a block of an output's bytes ``raw`` into q (32 bytes) and scales (4
     bytes).
 
     ``scales`` gets an fp16 scale and an fp16 offset, or an 8-bit scale and its offset, or two 8-bit scales.
     """
-    size = kind.file_bytes
-    head = 4 if kind.offsets else 2
-    five = kind.bits == 5
+    size = tensor_type.file_bytes
+    head = 4 if tensor_type.offsets else 2
+    five = tensor_type.bits == 5
     upper = 32 if five else 0  # bytes of fifth bits in a superblock
 
     # Q8_0: an fp16 scale, then signed bytes, which become unsigned ones.
@@ -85,24 +85,28 @@ def _read_block_of(kind: Kind) -> Any:
             value = _byte(raw, start + 64 * n + 32 * (j % 2) + e) >> 4 * (j // 2) & 15
             q[e] = value | (_byte(raw, start + 128 + 32 * n + e) >> 2 * j & 3) << 4
 
-    # The reader of this kind.
-    if kind.bits == 8:
+    # The reader of this tensor type.
+    if tensor_type.bits == 8:
         read = bytes_with_a_scale
-    elif not kind.grouped:
+    elif not tensor_type.grouped:
         read = halves_with_fp16_scales
     else:
-        read = superblock_of_6_bits if kind.bits == 6 else superblock_of_4_or_5_bits
-    return compiled(read, kind.name)
+        read = superblock_of_6_bits if tensor_type.bits == 6 else superblock_of_4_or_5_bits
+    return compiled(read, tensor_type.name)
 
 
-def _packer(kind: Kind) -> Any:
+def _packer(tensor_type: TensorType) -> Any:
     """Make the compiled part of ``pack_panels``, with addresses instead of arrays."""
-    bits, grouped = kind.bits, kind.grouped
-    quant_bytes, scale_bytes, super_bytes = kind.quant_bytes, kind.scale_bytes, kind.super_bytes
-    size = kind.file_bytes
-    number_bytes = kind.bits // 8
-    first_super = 208 if kind.bits == 6 else 0  # offset of the factors in a superblock of the file
-    read_block = _read_block_of(kind)
+    bits, grouped = tensor_type.bits, tensor_type.grouped
+    quant_bytes, scale_bytes, super_bytes = (
+        tensor_type.quant_bytes,
+        tensor_type.scale_bytes,
+        tensor_type.super_bytes,
+    )
+    size = tensor_type.file_bytes
+    number_bytes = tensor_type.bits // 8
+    first_super = 208 if tensor_type.bits == 6 else 0  # offset of the factors in a superblock of the file
+    read_block = _read_block_of(tensor_type)
 
     # Numbers that are not quantized are only transposed.
     def pack_plain(source: int, lane: int, inner: int, out: int) -> None:
@@ -152,7 +156,7 @@ def _packer(kind: Kind) -> Any:
                     place = s * super_bytes + k // 2 * 2 * PANEL + lane * 2 + k % 2
                     supers[place] = raw[s * size + first_super + k]
 
-    pack_output = compiled(pack_plain if bits > 8 else pack_quantized, kind.name)
+    pack_output = compiled(pack_plain if bits > 8 else pack_quantized, tensor_type.name)
 
     # Output n goes to lane n % 16 of panel n // 16.
     def pack(
@@ -166,13 +170,17 @@ def _packer(kind: Kind) -> Any:
     return pack
 
 
-def _decoder(kind: Kind) -> Any:
-    quant_bytes, scale_bytes, super_bytes = kind.quant_bytes, kind.scale_bytes, kind.super_bytes
-    bits = kind.bits
-    zero = kind.zero
-    grouped = kind.grouped
-    offsets = kind.offsets
-    two_scales = kind.halves > 1
+def _decoder(tensor_type: TensorType) -> Any:
+    quant_bytes, scale_bytes, super_bytes = (
+        tensor_type.quant_bytes,
+        tensor_type.scale_bytes,
+        tensor_type.super_bytes,
+    )
+    bits = tensor_type.bits
+    zero = tensor_type.zero
+    grouped = tensor_type.grouped
+    offsets = tensor_type.offsets
+    two_scales = tensor_type.halves > 1
 
     # Numbers that are not quantized are only widened.
     def decode_plain(panel: int, lane: int, inner: int, out: int) -> None:
@@ -223,7 +231,7 @@ def _decoder(kind: Kind) -> Any:
                 scale = first if e < 16 else second
                 numbers[block * BLOCK + e] = scale * np.float32(q - zero) + shift
 
-    is_bf16 = kind.name == "BF16"
+    is_bf16 = tensor_type.name == "BF16"
     return decode_plain if bits > 8 else decode_quantized
 
 
@@ -236,6 +244,6 @@ def _decode_outputs(table: int, outputs: int, count: int, inner: int, out: int) 
         call(panels[panel + 1], panels[panel], numbers[n] % PANEL, inner, out + 4 * inner * n)
 
 
-for _kind in KINDS:
-    entry(_packer(_kind), f"pack_{_kind.name}")
-    entry(_decoder(_kind), f"decode_{_kind.name}")
+for _type in TENSOR_TYPES:
+    entry(_packer(_type), f"pack_{_type.name}")
+    entry(_decoder(_type), f"decode_{_type.name}")

@@ -60,8 +60,8 @@ class Vector(types.Type):  # type: ignore[misc]  # numba has no types
 
 @register_model(Vector)
 class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, kind: Vector) -> None:
-        super().__init__(manager, kind, kind.vector)
+    def __init__(self, manager: Any, type_: Vector) -> None:
+        super().__init__(manager, type_, type_.vector)
 
 
 FLOATS, WORDS = Vector("floats", F32, LANES), Vector("words", I32, LANES)
@@ -69,8 +69,8 @@ SHORTS, MASK = Vector("shorts", I16, 2 * LANES), Vector("mask", ir.IntType(1), L
 _BYTES, _HALVES = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
 
 
-def _load(builder: Any, address: Any, kind: Any) -> Any:
-    value = builder.load(pointer_to(builder, address, kind))
+def _load(builder: Any, address: Any, type_: Any) -> Any:
+    value = builder.load(pointer_to(builder, address, type_))
     value.align = 1
     return value
 
@@ -81,16 +81,16 @@ def _store(builder: Any, address: Any, value: Any) -> None:
 
 def _spread(builder: Any, value: Any, lanes: int = LANES) -> Any:
     """A scalar in every lane."""
-    kind = ir.VectorType(value.type, lanes)
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
+    type_ = ir.VectorType(value.type, lanes)
+    first = builder.insert_element(ir.Constant(type_, ir.Undefined), value, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, lanes), None))
 
 
-def _constant(kind: Any, value: Any) -> Any:
+def _constant(type_: Any, value: Any) -> Any:
     """A constant: a vector with the value in every lane, or a scalar."""
-    if isinstance(kind, ir.VectorType):
-        return ir.Constant(kind, [ir.Constant(kind.element, value)] * kind.count)
-    return ir.Constant(kind, value)
+    if isinstance(type_, ir.VectorType):
+        return ir.Constant(type_, [ir.Constant(type_.element, value)] * type_.count)
+    return ir.Constant(type_, value)
 
 
 # Loads and stores.
@@ -163,7 +163,7 @@ def widen_fp16(builder: Any, bits: Any) -> Any:
     """
     is_vector = isinstance(bits.type, ir.VectorType)
     wide, floats, half = (
-        ir.VectorType(kind, bits.type.count) if is_vector else kind for kind in (I32, F32, ir.HalfType())
+        ir.VectorType(type_, bits.type.count) if is_vector else type_ for type_ in (I32, F32, ir.HalfType())
     )
     if HALVES:
         return builder.fpext(builder.bitcast(bits, half), floats)
@@ -177,8 +177,8 @@ def widen_fp16(builder: Any, bits: Any) -> Any:
 def _load_fp16(builder: Any, address: Any) -> Any:
     """Load register by register, as in ``_load_bf16``."""
     places = [builder.add(address, ir.Constant(I64, 2 * n)) for n in range(0, LANES, WIDTH)]
-    kind = ir.VectorType(I16, WIDTH)
-    return _joined(builder, [widen_fp16(builder, _load(builder, place, kind)) for place in places])
+    type_ = ir.VectorType(I16, WIDTH)
+    return _joined(builder, [widen_fp16(builder, _load(builder, place, type_)) for place in places])
 
 
 @operation(FLOATS(int64), _load_fp16)
@@ -393,9 +393,9 @@ def _in_registers(builder: Any, name: str, result: Any, *vectors: Any) -> Any:
 
     if parts == 1:
         return call_intrinsic(builder, name, result, *vectors)
-    kind = ir.VectorType(result.element, result.count // parts)
+    type_ = ir.VectorType(result.element, result.count // parts)
     found = [
-        call_intrinsic(builder, name, kind, *(part_of(each, n) for each in vectors)) for n in range(parts)
+        call_intrinsic(builder, name, type_, *(part_of(each, n) for each in vectors)) for n in range(parts)
     ]
     return _joined(builder, found)
 
@@ -517,8 +517,8 @@ def _add_outer(builder: Any, block: Any, columns: Any, factors: Any, stride: Any
 def _dot_bf16(builder: Any, a: Any, b: Any, total: Any) -> Any:
     """The AVX512-BF16 instruction as assembly, because LLVM's intrinsic takes bfloat, which llvmlite lacks."""
     binding.initialize_native_asmparser()
-    kind = ir.FunctionType(FLOATS.vector, [FLOATS.vector, WORDS.vector, WORDS.vector])
-    return builder.call(ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v"), [total, a, b])
+    type_ = ir.FunctionType(FLOATS.vector, [FLOATS.vector, WORDS.vector, WORDS.vector])
+    return builder.call(ir.InlineAsm(type_, "vdpbf16ps $3, $2, $0", "=v,0,v,v"), [total, a, b])
 
 
 @operation(
@@ -578,26 +578,26 @@ def any_of(mask: Any) -> bool:
 # Operators.
 
 
-def _operator(symbol: Any, kind: Vector, result: Vector, emit: Callable[..., Any]) -> None:
+def _operator(symbol: Any, type_: Vector, result: Vector, emit: Callable[..., Any]) -> None:
     """Define a Python operator for two vectors of a type, or for one and a number."""
 
     def typed(a: Any, b: Any) -> Any:
-        others = [other for other in (a, b) if other != kind]
+        others = [other for other in (a, b) if other != type_]
         fits = len(others) < 2 and all(isinstance(other, types.Number) for other in others)
         return result(a, b) if fits else None
 
     def lower(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        element = float32 if kind == FLOATS else int32
+        element = float32 if type_ == FLOATS else int32
         vectors = []
         for value, given in zip(values, signature.args, strict=True):
-            spread = given != kind
+            spread = given != type_
             vectors.append(
                 _spread(builder, context.cast(builder, value, given, element)) if spread else value
             )
         return emit(builder, *vectors)
 
     type_callable(symbol)(lambda context: typed)
-    for operands in ((kind, kind), (kind, types.Number), (types.Number, kind)):
+    for operands in ((type_, type_), (type_, types.Number), (types.Number, type_)):
         lower_builtin(symbol, *operands)(lower)
 
 
