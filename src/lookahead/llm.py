@@ -402,7 +402,7 @@ class LLM:
 
     def _measure(self) -> None:
         """Measure the cost of steps, after the first text on a machine."""
-        if self.model.state.get("curves"):
+        if None in self.model.state.get("curves", {}).values():
             from .drafters.adaptive.model_curves import measure_wanted
             from .drafters.notice import notice
 
