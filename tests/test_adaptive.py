@@ -18,7 +18,7 @@ from lookahead.drafters import Adaptive, Plain, as_drafter
 from lookahead.drafters.adaptive import SOURCES
 from lookahead.drafters.adaptive.calibration import MAX_PROBABILITY, count, load
 from lookahead.drafters.adaptive.layout import BUCKET
-from lookahead.drafters.adaptive.sequence_memory import SequenceMemory, growing, learning
+from lookahead.drafters.adaptive.sequence_memory import SequenceMemory, learning, tree_growth
 from lookahead.drafters.adaptive.sources import SOURCES as ALL
 from lookahead.drafters.adaptive.sources.suffix import Corpus, SuffixTrie, child, end_of, follow, match
 from lookahead.drafters.adaptive.state import AdaptiveState
@@ -523,7 +523,7 @@ def test_threads_take_turns_in_a_shared_state(monkeypatch):
 
     watch(SequenceMemory, "_make_room")
     watch(SequenceMemory, "_catch_up")
-    for owner, name in ((growing, "grow"), (learning, "learn"), (learning, "append")):
+    for owner, name in ((tree_growth, "grow_tree"), (learning, "learn"), (learning, "append")):
         watch(owner, name)
     threads = [
         threading.Thread(target=steps, args=(SequenceMemory(state, 500, config, keeps=True),))

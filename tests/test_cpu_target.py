@@ -518,13 +518,13 @@ WITHOUT_COMPILER = """
 import gzip, json, warnings
 import lookahead
 import test_adaptive_golden as golden
-from lookahead.drafters.adaptive.grow import grow
+from lookahead.drafters.adaptive.tree_growth import grow_tree
 from lookahead.hf.testing import tiny_model
 llm = lookahead.LLM(tiny_model("llama", seed=1))
 target = llm.target()
 print(target.path, target.reason)
 print(len(llm.generate([3, 1, 4], max_new_tokens=4, drafter="lookahead").tokens))
-assert grow._run is grow.function
+assert grow_tree._run is grow_tree.function
 warnings.simplefilter("error", RuntimeWarning)
 recorded = json.loads(gzip.decompress(golden.GOLDEN.read_bytes()))
 for mode in ("greedy", "sampled"):

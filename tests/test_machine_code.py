@@ -161,7 +161,7 @@ def test_without_a_library_and_numba_the_error_names_the_extra(tmp_path):
     program = (
         "import sys; sys.modules['numba'] = None\n"
         "from lookahead.machine_code import address\n"
-        "try: address('grow')\n"
+        "try: address('grow_tree')\n"
         "except ValueError as error: print(error)\n"
     )
     environment = os.environ | {"LOOKAHEAD_LEVEL": OTHER}

@@ -82,7 +82,7 @@ use(processor.target())
 
 def all_entries() -> dict[str, Entry]:
     """All entries of the library, by name; those that take longest to compile come first."""
-    from .drafters.adaptive import grow, learn  # noqa: F401, I001
+    from .drafters.adaptive import learn, tree_growth  # noqa: F401, I001
     from .cpu.kernels import forward_pass, head, move, packed_gemm, panels  # noqa: F401
     from .gguf import strings  # noqa: F401
     from .sampling import draws, top  # noqa: F401

@@ -5,7 +5,7 @@ It uses numpy and the core, but neither torch nor a model. docs/adaptive.md expl
 
     draft_state             the drafting state of one sequence
     rows, cost              the rule for the number of rows, and its cost curve
-    grow, learn             compiled code that grows the tree and learns from a step
+    tree_growth, learn      compiled code that grows the tree and learns from a step
     sequence_memory         owns what this code reads and writes (``memory``, ``layout``)
     sources/                the sources of guesses, one file each
     calibration             the estimated accuracy of proposals

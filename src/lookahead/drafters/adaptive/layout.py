@@ -81,14 +81,14 @@ STEP = record(
     noise_key="u8",  # with ``BY_KEY``: see ``draws.gumbel_of``
     noise_offset="i8",  # ``position`` plus this is the position in the sequence
     temperature="f8",
-    expansion_factor="f8",  # see ``grow.EXPANSION_FACTOR``
+    expansion_factor="f8",  # see ``tree_growth.EXPANSION_FACTOR``
     position="i8",  # number of tokens in the sequence
     before="i8",  # the last three tokens of the sequence, the oldest first
     previous="i8",
     last="i8",
     rate="f8",  # tokens per plain step, the price of a plain step's time (``rows``)
     bias="f8",  # correction of the probabilities by recent acceptance (``rows``)
-    wanted="i8",  # set by ``grow``: the row that a source must serve, or whose noise is missing
+    wanted="i8",  # set by ``grow_tree``: the row that a source must serve, or whose noise is missing
     expected="f8",  # set by ``learn``: F of the last tree, uncorrected (``rows``)
 )
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from ...machine_code import compiled, entry, int64
 from .calibration import count
-from .grow import TEXTS, add, ask
 from .layout import index_of, noise_of
 from .memory import Memory
 from .rows import expected_tokens
 from .sources import SOURCES
 from .sources.source import chain
+from .tree_growth import TEXTS, add, ask
 
 _judge_all, _learn_all, _feed_all = (chain(SOURCES, name) for name in ("judge", "learn", "feed"))
 

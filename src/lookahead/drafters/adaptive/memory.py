@@ -15,7 +15,7 @@ ARRAYS: Any = tuple[tuple(source.Arrays for source in SOURCES)]  # type: ignore[
 
 
 class Memory(NamedTuple):
-    """Everything that ``grow`` and ``learn`` read and write."""
+    """Everything that ``grow_tree`` and ``learn`` read and write."""
 
     tree: Tree
     sources: ARRAYS  # by number
@@ -30,7 +30,7 @@ class Memory(NamedTuple):
     noise: Annotated[Any, "f4", 2]
     # (positions,): the position whose noise each entry contains; -1 for none
     noise_positions: Annotated[Any, "i8", 1]
-    # (2 + 2 * rows,): set by ``grow``: how many rows pay off, the number of rows, and the token and parent of each
+    # (2 + 2 * rows,), set by ``grow_tree``: how many rows pay off, the number of rows, and each token and parent
     drafted: Annotated[Any, "i8", 1]
     path: Annotated[Any, "i8", 1]  # (rows,): the accepted rows of the last step
     tokens: Annotated[Any, "i8", 1]  # (rows,): the target's token under each of them

@@ -1,4 +1,4 @@
-"""``SequenceMemory`` owns the memory of one sequence and calls ``grow`` before each step and ``learn`` after it."""
+"""``SequenceMemory`` owns a sequence's memory, and calls ``grow_tree`` before each step and ``learn`` after it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from ...core import Noise, Scores, TokenTree
 from ...machine_code import pack
-from . import grow as growing
 from . import learn as learning
+from . import tree_growth
 from .layout import BY_ARRAY, BY_KEY, STEP, new_tree
 from .memory import Memory
 from .rows import choose
@@ -93,7 +93,7 @@ class SequenceMemory:
             step["sampled"] = BY_ARRAY if noise.key is None else BY_KEY
             step["noise_key"] = noise.key or 0
             step["temperature"] = max(noise.temperature, LEAST_TEMPERATURE)
-        step["expansion_factor"] = growing.EXPANSION_FACTOR
+        step["expansion_factor"] = tree_growth.EXPANSION_FACTOR
         step["before"] = step["previous"] = step["last"] = before
         self._position = step["position"]
         self._wanted = step["wanted"]
@@ -102,7 +102,7 @@ class SequenceMemory:
         # The arrays of compiled code.
         rows = self.size
         self.memory = Memory(
-            tree=new_tree(rows, sum(source.most for source in self.sources), growing.TEXTS),
+            tree=new_tree(rows, sum(source.most for source in self.sources), tree_growth.TEXTS),
             sources=tuple(source.arrays for source in self.sources),
             on=np.array([source.on for source in self.sources], np.int64),
             joint=tables.buckets["joint"],
@@ -266,13 +266,13 @@ class SequenceMemory:
             if self._shared:
                 self._catch_up()
                 self._refer()
-            result = growing.grow(self._packed, limit, max_depth, rate, bias, True)
-            while result != growing.COMPLETE:
-                if result == growing.NOISE_WANTED:
+            result = tree_growth.grow_tree(self._packed, limit, max_depth, rate, bias, True)
+            while result != tree_growth.COMPLETE:
+                if result == tree_growth.NOISE_WANTED:
                     self._keep_noise(int(self._depth[self._wanted[0]]))
                 else:
-                    self.served += self.sources[result - growing.SERVICE_WANTED].serve(self.memory)
-                result = growing.grow(self._packed, limit, max_depth, rate, bias, False)
+                    self.served += self.sources[result - tree_growth.SERVICE_WANTED].serve(self.memory)
+                result = tree_growth.grow_tree(self._packed, limit, max_depth, rate, bias, False)
 
         # Most trees are small, so one read is enough.
         chosen, self.rows, *nodes = self._drafted[: 2 + 2 * SMALL_TREE].tolist()

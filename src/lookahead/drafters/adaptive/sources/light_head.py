@@ -2,8 +2,8 @@
 
 The network (``head_file``) reads the hidden state of the last accepted row, so the target must provide hidden
 states. Under the root it guesses the next tokens; from its own guess of the next hidden state it can guess under
-deeper rows, with one more call for each. ``grow`` returns when it needs a guess, ``HeadSource.serve`` calls the
-network, and ``grow`` continues.
+deeper rows, with one more call for each. ``grow_tree`` returns when it needs a guess, ``HeadSource.serve`` calls the
+network, and ``grow_tree`` continues.
 
 In greedy decoding, a guess's bucket is given by the level (0 for the root's guesses, then by depth) and the interval
 of the head's own probability. When sampling, the guesses are ranked with the noise of their position, and the bucket

@@ -43,8 +43,8 @@ from .sources.source import TextSource, chain
 
 #: The sources are asked under a row once its probability times this factor is the largest in the heap.
 EXPANSION_FACTOR = 0.5
-#: Return values of ``grow``: the tree is complete, the row ``step.wanted`` needs noise, or, from ``SERVICE_WANTED``
-#: on, the source with that number must serve the row.
+#: Return values of ``grow_tree``: the tree is complete, the row ``step.wanted`` needs noise, or, from
+#: ``SERVICE_WANTED`` on, the source with that number must serve the row.
 COMPLETE, NOISE_WANTED, SERVICE_WANTED = 0, 1, 2
 #: Edges with a smaller probability are ignored.
 MIN_PROBABILITY = 0.002
@@ -250,7 +250,7 @@ def lacks_noise(memory: Memory, depth: int) -> bool:
 
 @compiled
 def _take(memory: Memory, limit: int, max_depth: int) -> int:
-    """Take rows from the heap, likeliest first, until the tree is complete. Returns what ``grow`` does."""
+    """Take rows from the heap, likeliest first, until the tree is complete. Returns what ``grow_tree`` does."""
     tree = memory.tree
     sizes = tree.sizes[0]
     nodes = tree.nodes
@@ -288,7 +288,7 @@ def _take(memory: Memory, limit: int, max_depth: int) -> int:
 
 
 @entry
-def grow(memory: Memory, limit: int, max_depth: int, rate: float, bias: float, fresh: bool) -> int:
+def grow_tree(memory: Memory, limit: int, max_depth: int, rate: float, bias: float, fresh: bool) -> int:
     """Grow a tree of at most ``limit`` nodes and depth ``max_depth``, and fill in ``memory.drafted``.
 
     Growth ends early when no further row can pay off (``rows.pays``).
