@@ -10,6 +10,7 @@ counts: other work on the machine can only make a pass slower (``cost.fitted``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from statistics import median
 from time import perf_counter
 
@@ -23,6 +24,8 @@ ROWS = (1, 2, 4, 8, 16, 64, 128)
 #: Those that are measured however long their passes take. Beyond the largest one, the last slope continues; after 4
 #: rows on a CPU, it would be too small by several times.
 LEAST_ROWS = (1, 2, 4, 8, 16)
+#: Largest share of the time for one pass of other numbers of rows.
+LONGEST_PASS = 0.1
 #: Context lengths to measure.
 CONTEXTS = (64, 512)
 #: Seconds for the whole measurement.
@@ -32,7 +35,7 @@ MOST_STEPS = 128
 #: The fastest pass is trusted if there is a second one, and it took at most this many times as long.
 STEADY = 1.1
 #: A pass of several rows that takes less than this share of a plain pass shows that other work disturbed the latter.
-LEAST_COST = 0.95
+LEAST_COST = 0.9
 #: Numbers of rows whose fastest passes must be trusted; larger ones are measured few times.
 CHECKED_ROWS = 8
 
@@ -116,18 +119,17 @@ def time_steps(
         target.prefill([(0, _prompt(target, context))])
 
         # The first passes of a size compile or allocate; with CUDA graphs, the second one captures.
-        begin = perf_counter()
+        known, seconds = 1, 0.0
         for rows in sizes:
-            slow = rows not in LEAST_ROWS and perf_counter() - begin > patience / 2
-            try:
-                counts = [0] if slow else [step(target, state, rows)[0] for _ in range(1 + target.captures)]
-            except OutOfMemory:
-                if rows == 1:
-                    raise
-                counts = [0]
-            if counts[-1] != rows:
+            count = 0
+            with suppress(OutOfMemory) if rows > 1 else nullcontext():
+                if rows in LEAST_ROWS or seconds * rows / known <= LONGEST_PASS * patience:
+                    for _ in range(1 + target.captures):
+                        count, seconds, _ = step(target, state, rows)
+            if count != rows:
                 passes = {smaller: [] for smaller in sizes if smaller < rows}
                 break
+            known = rows
 
         # The size that has taken the least time so far is next.
         end = perf_counter() + patience
