@@ -1,4 +1,4 @@
-"""Make the base table included in this package, and the bytes of its tokens: src/lookahead/drafters/adaptive/tables/.
+"""Make the base table included in this package, src/lookahead/drafters/adaptive/tables/*.safetensors.
 
     python scripts/make_base_table.py --text DIR [--tokens 1000000] [--contexts 180000]
 
@@ -10,32 +10,14 @@ about CONTEXTS contexts, so that it adds less than 4 MB to the wheel.
 from __future__ import annotations
 
 import argparse
-import json
-import lzma
 from pathlib import Path
-from typing import Any
 
 import lookahead
 from lookahead.drafters.adaptive.base_files import INCLUDED, key_of
 from lookahead.drafters.adaptive.sources.base_table import open_table, save_table
-from lookahead.learning.corpus import TOKENS
 from lookahead.learning.self_text import Writer
 from lookahead.learning.table import build
 from lookahead.learning.text_parts import Folder
-from lookahead.text.tokenizer import byte_alphabet
-
-
-def packed_tokens(tokenizer: Any) -> bytes:
-    """The bytes of a byte-level tokenizer's tokens, compressed, "" for special ones; ``learning.corpus`` reads it."""
-    byte_of = {character: byte for byte, character in byte_alphabet().items()}
-    backend = tokenizer.backend_tokenizer
-    special = {*tokenizer.all_special_ids, *backend.get_added_tokens_decoder()}
-    strings = [""] * len(tokenizer)
-    for token, number in backend.get_vocab(with_added_tokens=True).items():
-        if number not in special:
-            strings[number] = bytes(map(byte_of.__getitem__, token)).decode("latin-1")
-    text = json.dumps(strings, ensure_ascii=False, separators=(",", ":"))
-    return lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)
 
 
 def main() -> None:
@@ -56,7 +38,6 @@ def main() -> None:
     key = key_of(llm.model)
     file = INCLUDED / f"{key}.safetensors"
     save_table(file, trie, counts, llm.vocabulary, key, learned)
-    (INCLUDED / TOKENS).write_bytes(packed_tokens(llm.tokenizer))
     table = open_table(file)
     contexts = " + ".join(map(str, table.contexts))
     print(f"{file}: {file.stat().st_size} bytes, {contexts} contexts, from {learned} tokens")

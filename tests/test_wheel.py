@@ -19,9 +19,9 @@ def test_it_holds_the_package_and_nothing_else(wheel):
 
 
 def test_it_is_small(wheel):
-    """Every installation downloads all of it. The model, the base table and the head of the package take 10.7 of
-    11.3 MB, so a further file of such a size would be there by accident, or should be a download of its own."""
-    assert wheel.stat().st_size < 12e6
+    """Every installation downloads all of it. The model, the base table, the corpus and the head of the package take
+    all but a megabyte, so a further file of such a size would be there by accident, or should be a download."""
+    assert wheel.stat().st_size < 14e6
 
 
 def interpreters():

@@ -3,8 +3,8 @@
     python -m benchmarks.corpus.measure OUT.json --model FILE.gguf --data FOLDER [--tokens 0 50000 all]
     python -m benchmarks.corpus.measure --page OUT.json [OUT.json ...]
 
-The corpus is the package's (``lookahead.learning.corpus``), or the texts of ``--text`` (``write``, ``pack``), or both
-with ``--text FILE ... chains``. Prompts are MT-Bench's questions for prose, and MBPP's tasks without their tests for
+The corpus is the package's (``lookahead.learning.corpus``), or the texts of ``--text`` (``write``, ``pack``), in a
+fixed random order. Prompts are MT-Bench's questions for prose, and MBPP's tasks without their tests for
 code; neither is in a corpus. Steps have a fixed number of rows, so S depends neither on the machine nor on its load.
 Every output is compared with plain decoding; a difference ends the run. A table of 0 tokens is none.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,13 +45,11 @@ def prompts(kind: str, data: Path, count: int) -> list[str]:
     return [question.turns[0] for question in questions if question.category in PROSE][:count]
 
 
-def texts_of(files: Sequence[str]) -> list[str]:
-    """The texts of the corpora, mixed evenly."""
-    parts = []
-    for file in files:
-        found = list(corpus.texts()) if file == "chains" else [line["answer"] for line in read(Path(file))]
-        parts += [((index + 0.5) / len(found), text) for index, text in enumerate(found)]
-    return [text for _, text in sorted(parts)]
+def texts_of(files: Sequence[Path]) -> list[str]:
+    """The texts of the package, or of files, mixed."""
+    texts = [line["answer"] for file in files for line in read(file)] if files else corpus.texts()
+    random.Random(0).shuffle(texts)
+    return texts
 
 
 def first(places: Places, tokens: str) -> Places:
@@ -130,7 +129,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, nargs="+", help="print the tables of these results")
     parser.add_argument("--model", help="as for lookahead.load (default: the library's default model)")
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--text", nargs="+", default=["chains"])
+    parser.add_argument("--text", type=Path, nargs="+", default=[])
     parser.add_argument("--tokens", nargs="+", default=["0", "50000", "200000", "500000", ALL])
     parser.add_argument("--kinds", nargs="+", default=["prose", "code"])
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 8])

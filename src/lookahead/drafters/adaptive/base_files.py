@@ -27,6 +27,8 @@ from .sources.base_table import BaseTable, open_table
 
 #: The tables included in this package.
 INCLUDED = Path(__file__).parent / "tables"
+#: The text of models in which tables are counted.
+CORPUS = INCLUDED / "corpus.jsonl.xz"
 #: What the process that builds a table adds to its nice value, so that it hardly slows down decoding.
 NICE = 16
 #: The smallest vocabulary for which a table is built. Smaller ones split words into so many pieces that the corpus
@@ -107,7 +109,8 @@ def read_tables(key: str, vocabulary: int) -> tuple[list[BaseTable], list[str]]:
 def base_table_of(tokenizer: Any, key: str, vocabulary: int) -> BaseTable | None:
     """The first of ``read_tables`` for a tokenizer. Warns about those that cannot be used.
 
-    If there is none, another process starts to build one, and later calls return it once it is complete.
+    If there is none, or only one that was counted in an earlier corpus, another process starts to build one. Later
+    calls return it once it is complete.
 
     Args:
         tokenizer: of the model; None if unknown.
@@ -117,11 +120,21 @@ def base_table_of(tokenizer: Any, key: str, vocabulary: int) -> BaseTable | None
     tables, reasons = read_tables(key, vocabulary)
     for reason in reasons:
         _warn(reason)
-    if not tables and key and key not in _building:
+    if key and key not in _building and not any(map(is_current, tables)):
         _building[key] = None
         if not cannot_build(tokenizer):
             build_in_background(tokenizer, key)
     return tables[0] if tables else None
+
+
+def corpus_bytes() -> int:
+    """The size of the corpus, which tells it from those of other versions of this package; 0 if it is missing."""
+    return os.path.getsize(CORPUS) if os.path.isfile(CORPUS) else 0
+
+
+def is_current(table: BaseTable) -> bool:
+    """Whether a table was learned, or counted in the corpus of this package."""
+    return table.learned > 0 or table.corpus == corpus_bytes()
 
 
 def cannot_build(tokenizer: Any) -> str:

@@ -319,6 +319,7 @@ class BaseTable:
         vocabulary: V, or one more than the largest token.
         tokenizer: the key of its tokenizer; "" if unknown.
         learned: number of tokens of models' own text from which it was built; 0 for a table counted in the corpus.
+        corpus: size of that corpus in bytes; 0 for others.
     """
 
     path: Path
@@ -327,6 +328,7 @@ class BaseTable:
     vocabulary: int
     tokenizer: str
     learned: int
+    corpus: int
 
     @property
     def contexts(self) -> list[int]:
@@ -358,7 +360,13 @@ class BaseTable:
 
 
 def save_table(
-    path: Path, trie: Trie, counts: dict[str, tuple[Any, Any]], vocabulary: int, tokenizer: str, learned: int
+    path: Path,
+    trie: Trie,
+    counts: dict[str, tuple[Any, Any]],
+    vocabulary: int,
+    tokenizer: str,
+    learned: int,
+    corpus: int = 0,
 ) -> None:
     """Write a table atomically: readers of an older file at this path keep reading the older one.
 
@@ -369,6 +377,7 @@ def save_table(
         vocabulary: V, or one more than the largest token.
         tokenizer: the key of its tokenizer.
         learned: number of tokens of models' own text from which it was built.
+        corpus: size in bytes of the corpus in which it was counted.
 
     Raises:
         SettingsError: the table is larger than readers accept, the folder cannot be written, or its disk is full. An
@@ -380,7 +389,13 @@ def save_table(
     for name, (hits, trials) in counts.items():
         arrays |= {f"{name}_hits": hits, f"{name}_trials": trials}
     ready = {name: np.ascontiguousarray(arrays[name], dtype) for name, dtype in ARRAYS.items()}
-    about = {"format": FORMAT, "vocabulary": str(vocabulary), "tokenizer": tokenizer, "learned": str(learned)}
+    about = {
+        "format": FORMAT,
+        "vocabulary": str(vocabulary),
+        "tokenizer": tokenizer,
+        "learned": str(learned),
+        "corpus": str(corpus),
+    }
     content = save(ready, about)
     if len(content) > LARGEST_FILE:
         raise SettingsError(
@@ -416,7 +431,7 @@ def _opened(path: Path, *version: int) -> BaseTable:
         about, arrays = _read(path)
         trie = Trie(*(arrays[name] for name in Trie._fields))
         vocabulary = int(about["vocabulary"])
-        learned = int(about["learned"])
+        learned, corpus = int(about["learned"]), int(about.get("corpus", 0))
         _check(trie, vocabulary)
         counts = {}
         for name, axes in zip(("greedy", "sampled"), BASE_AXES, strict=True):
@@ -424,7 +439,7 @@ def _opened(path: Path, *version: int) -> BaseTable:
             require(hits.shape == trials.shape == (math.prod(axes),), "the wrong number of buckets")
             require(bool((np.isfinite(trials) & (hits >= 0) & (hits <= trials)).all()), "hits above trials")
             counts[name] = hits, trials
-        return BaseTable(path, trie, counts, vocabulary, about.get("tokenizer", ""), learned)
+        return BaseTable(path, trie, counts, vocabulary, about.get("tokenizer", ""), learned, corpus)
     except (ValueError, KeyError, OSError) as error:
         detail = f"{error} is missing" if isinstance(error, KeyError) else error
         raise SettingsError(f"{path} is not a usable base table: {detail}; learn it again") from None
