@@ -337,7 +337,7 @@ def test_sampled_texts_with_a_table_are_those_of_plain_decoding(own_table):
 
 
 def test_a_table_that_cannot_be_used_is_said_once_and_left_out(own_table, saved, tmp_path):
-    base_files._warn.cache_clear()
+    base_files.warn_once.cache_clear()
     target = FakeTarget(32)
     for file, says in ((saved, "vocabulary of 32 tokens"), (tmp_path / "none", "must be a file")):
         with pytest.warns(UserWarning, match=f"{says}.*; drafting continues without this base table"):
@@ -412,7 +412,7 @@ def test_a_home_folder_that_is_not_accessible_has_no_files(monkeypatch):
 
 
 def test_a_damaged_learned_table_is_replaced_by_the_included_one(saved, tmp_path, monkeypatch):
-    base_files._warn.cache_clear()
+    base_files.warn_once.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     key = "a key"
     learned = base_files.table_file(key)

@@ -30,6 +30,7 @@ def option(
     text: bool = True,
     keyword: bool = True,
     secret: bool = False,
+    variable: str | None = None,
     neutral: float | None = None,
 ) -> Any:
     """A dataclass field that is an option.
@@ -44,11 +45,12 @@ def option(
         text: whether it can be given as text (command line, environment, files, requests).
         keyword: whether it is a keyword-only argument in Python.
         secret: whether messages must not show its value.
+        variable: an environment variable from which every command reads it.
         neutral: for options that change the scores when sampling, the value without effect, which has the type of
             the processor's argument.
     """
     metadata = {"help": help, "rule": rule, "common": common, "metavar": metavar, "kind": kind, "text": text}
-    metadata["neutral"] = neutral
+    metadata |= {"neutral": neutral, "variable": variable}
     return dataclasses.field(default=default, kw_only=keyword, repr=not secret, metadata=metadata)
 
 

@@ -367,6 +367,21 @@ class DrafterOptions(OptionSet):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryOptions(OptionSet):
+    """Whether answers are remembered; shared by the commands and the server."""
+
+    GROUP: ClassVar[str] = "Drafting"
+
+    remember: bool = option(
+        False,
+        "Keep the answers on this machine, readable only by you, and draft from them in later runs (adaptive). "
+        "lookahead forget removes them.",
+        YES_OR_NO,
+        variable="LOOKAHEAD_REMEMBER",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DraftOptions(DrafterOptions):
     """How to draft, on a command line and in requests: the name of a drafter, and individual settings."""
 

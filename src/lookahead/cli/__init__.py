@@ -38,6 +38,7 @@ COMMANDS = {
     "doctor": ("doctor", "doctor"),
     "tune": ("tune", "tune"),
     "learn": ("learn_table", "learn"),
+    "forget": ("forget", "forget"),
     "models": ("models", "models"),
     "train-head": ("train_head", "train_head"),
 }

@@ -55,6 +55,7 @@ def _parameter(group: type[OptionSet], kind: Any, field: Field[Any], defaults: d
     info: Any = typer.Option(rich_help_panel=group.GROUP) if field.kw_only else typer.Argument()
     info.param_decls = (flag_of(field.name),) if field.default is False else None
     info.help = field.metadata["help"]
+    info.envvar = field.metadata["variable"]
     info.metavar = field.metadata["metavar"] or placeholder(kind)
     typed: Any = Annotated[kind if default is not None else kind | None, info]
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=typed)

@@ -20,7 +20,7 @@ from .. import Adaptive, AdaptiveState
 from ..core import LookaheadError, SettingsError
 from ..core.errors import shown
 from ..option import offered
-from ..options import DraftOptions, LoadOptions, Options
+from ..options import DraftOptions, LoadOptions, MemoryOptions, Options
 from ..records import cache_folder
 from ..text.prompts import chat_prompt, has_chat_template
 from .adapter import with_options
@@ -137,6 +137,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     options: Options,
     draft: DraftOptions,
+    memory: MemoryOptions,
     load: LoadOptions,
 ) -> None:
     """Chat with a model; answers stream as tokens are accepted.
@@ -146,7 +147,7 @@ def chat(
     check_stdin()
     sources = {name: context.get_parameter_source(name) for name in offered(Options)}
     given = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
-    llm = load_model(load, draft.resolve())
+    llm = load_model(load, draft.resolve(), memory)
     if not given & {"temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"}:
         options = with_suggested_sampling(options, llm)
     kept: dict[str, Any] = {}

@@ -50,6 +50,7 @@ def doctor(*, as_json: Json = False, load: LoadOptions) -> None:
         "machine": machine(),
         "model": _model(llm),
         "weight_cache": _weight_cache(),
+        "remembered": _remembered(),
         "seconds_of_a_start": seconds,
     }
     if as_json:
@@ -170,6 +171,15 @@ def _weight_cache() -> dict[str, Any]:
         "gb": sum(each.size for each in files) / 1e9,
         "gb_at_most": weight_cache.LIMIT / 1e9,
     }
+
+
+def _remembered() -> dict[str, Any]:
+    """The folder of remembered answers, and how much is in it."""
+    from ..drafters.adaptive import remembered
+
+    files = remembered.kept()
+    size = sum(file.stat().st_size for file in files) / 1e6
+    return {"folder": str(remembered.folder()), "files": [file.name for file in files], "mb": size}
 
 
 def _base_table(llm: LLM) -> str:

@@ -11,7 +11,7 @@ import typer
 
 from .. import Adaptive, Plain
 from ..core import SettingsError
-from ..options import DraftOptions, LoadOptions, Options
+from ..options import DraftOptions, LoadOptions, MemoryOptions, Options
 from ..records import as_line
 from .adapter import with_options
 from .batch import as_message, run_batch, settings_of
@@ -29,7 +29,9 @@ RESET = "\x1b[0m"
 
 
 @with_options(without=())
-def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOptions) -> None:
+def generate(
+    *, task: Task, options: Options, draft: DraftOptions, memory: MemoryOptions, load: LoadOptions
+) -> None:
     """Complete a prompt, or every prompt of a file. The output is the model's own with every drafter."""
     drafter = draft.resolve()
     if task.compare and isinstance(drafter, Plain):
@@ -41,7 +43,7 @@ def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOpt
     if is_follower():  # only rank 0 reads and writes; the others serve it from here on
         load_model(load, drafter)
     if task.input is not None:
-        start = partial(load_model, load, drafter)
+        start = partial(load_model, load, drafter, memory)
         settings = settings_of(options, draft, load)
         leave = partial(dismiss, load)
         raise typer.Exit(run_batch(task, start, leave, options.keywords(), settings))
@@ -50,7 +52,7 @@ def generate(*, task: Task, options: Options, draft: DraftOptions, load: LoadOpt
         text = read_text(task.prompt_file or Path("-"), "--prompt-file")
     if not text:
         raise SettingsError("the prompt must not be empty, got an empty string")
-    llm = load_model(load, drafter)
+    llm = load_model(load, drafter, memory)
     raise typer.Exit(_one(llm, text, task, options.keywords()))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..core import Drafter, SettingsError
-from ..options import LoadOptions
+from ..options import LoadOptions, MemoryOptions
 from ..text.prompts import has_chat_template
 from .console import note, ranks
 
@@ -20,11 +20,17 @@ if TYPE_CHECKING:
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
-def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
+def load_model(load: LoadOptions, drafter: Drafter | None = None, memory: MemoryOptions | None = None) -> LLM:
     """``lookahead.load`` without transformers' progress bars and log lines.
 
+    Args:
+        load: how to load the model.
+        drafter: the default drafter.
+        memory: whether it remembers answers; None for not.
+
     Raises:
-        SettingsError: --parallel-timeout without torchrun, or the model cannot be loaded.
+        SettingsError: --parallel-timeout without torchrun, the model cannot be loaded, or the drafter cannot
+            remember.
     """
     if load.parallel_timeout is not None and ranks() == 1:
         raise SettingsError("--parallel-timeout only applies under torchrun; omit it otherwise")
@@ -32,7 +38,12 @@ def load_model(load: LoadOptions, drafter: Drafter | None = None) -> LLM:
     from ..loading import load_with
 
     quiet()
-    return load_with(replace(load, drafter=drafter, parallel="lookahead" if ranks() > 1 else None))
+    llm = load_with(replace(load, drafter=drafter, parallel="lookahead" if ranks() > 1 else None))
+    if memory is not None and memory.remember:
+        from ..drafters.adaptive.remembered import remembering
+
+        llm.drafter = remembering(llm.drafter, llm.model)
+    return llm
 
 
 def note_text(llm: LLM, tokens: int) -> None:

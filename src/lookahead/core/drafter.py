@@ -148,6 +148,14 @@ class Drafter(ABC):
         """The number of rows in the largest step; None if the method adapts to any row limit."""
         return None
 
+    def keep(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:  # noqa: B027
+        """Called when a sequence has ended without an error, for methods that learn from one request for others.
+
+        Args:
+            prompt: token ids of the prompt.
+            tokens: the emitted tokens.
+        """
+
     def prepare(self, model: Any, target: Target) -> Drafter:
         """The drafter for sequences of one model, with what it has to load for that model.
 

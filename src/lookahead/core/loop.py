@@ -335,6 +335,7 @@ class Engine:
         if sequence.drafting is not None and sequence.error is None:
             with _ended_by_errors(sequence, DRAFTING):
                 sequence.stats.drafter = sequence.drafting.stats()
+                sequence.request.drafter.keep(sequence.request.prompt, sequence.tokens)
         if sequence.slot >= 0 and self.target is not None:
             self.target.release(sequence.slot)
             self._free_slots.append(sequence.slot)

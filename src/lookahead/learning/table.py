@@ -152,8 +152,43 @@ def _means(groups: Array, ids: Array, weights: Array, vocabulary: int, count: in
     return best_ids, best
 
 
+def levels_in(trie: Trie, vocabulary: int) -> list[Level]:
+    """The entries of a trie, whose contexts are numbered with this V; ``trie_of`` keeps them first."""
+    starts = [0, int(trie.children[0]), int(trie.children[trie.children[0]]), len(trie.low)]
+    levels = []
+    for keys, begin, end in zip(keys_of(trie, vocabulary), starts[:-1], starts[1:], strict=True):
+        at = np.flatnonzero(trie.counts[begin:end])
+        nodes = begin + at
+        there = trie.logs[nodes] != ABSENT
+        ids = trie.ids_high[nodes].astype(np.int64) << 16 | trie.ids_low[nodes]
+        probabilities = np.exp(-(trie.logs[nodes] * STEP)) * there
+        counts = trie.counts[nodes].astype(float)
+        levels.append(
+            Level(keys[at], counts, np.where(there, ids, -1), probabilities, np.full(len(at), np.inf))
+        )
+    return levels
+
+
+def keys_of(trie: Trie, vocabulary: int) -> list[Array]:
+    """The contexts of each level as numbers with their tokens as digits in base V, ascending."""
+    tokens = trie.high.astype(np.int64) << 16 | trie.low
+    children = trie.children.astype(np.int64)
+    starts = [0, int(children[0]), int(children[children[0]]), len(tokens)]
+    keys = [tokens[: starts[1]]]
+    for level in range(1, ORDERS):
+        parents = children[starts[level - 1] : starts[level] + 1]
+        keys.append(
+            np.repeat(keys[-1], np.diff(parents)) * vocabulary + tokens[starts[level] : starts[level + 1]]
+        )
+    return keys
+
+
 def levels_of(
-    parts: Sequence[Places], vocabulary: int, weights: Sequence[float] | None = None, least: float = 0.0
+    parts: Sequence[Places],
+    vocabulary: int,
+    weights: Sequence[float] | None = None,
+    least: float = 0.0,
+    known: Sequence[Level] | None = None,
 ) -> list[Level]:
     """The entries of all contexts of one, two and three tokens.
 
@@ -162,6 +197,7 @@ def levels_of(
         vocabulary: V.
         weights: of an occurrence in each part; 1 by default.
         least: the smallest count of a context of two or three tokens; others are left out.
+        known: entries counted earlier, which count as that many more occurrences of their contexts.
     """
     given = np.repeat(weights if weights is not None else np.ones(len(parts)), [len(part) for part in parts])
     contexts = np.concatenate([part.contexts for part in parts])
@@ -188,16 +224,26 @@ def levels_of(
             ids.append(part.ids[there].ravel().astype(np.int64))
             sums.append((part.probabilities[there] * given[begin:end][there, None]).ravel())
             begin = end
+        if known is not None:
+            before = known[order]
+            rows = np.searchsorted(before.keys, unique).clip(max=len(before.keys) - 1)
+            same = np.flatnonzero(before.keys[rows] == unique)
+            rows = rows[same]
+            filled = before.ids[rows] >= 0
+            groups.append(np.repeat(same, filled.sum(axis=1)))
+            ids.append(before.ids[rows][filled])
+            sums.append((before.probabilities[rows] * before.counts[rows][:, None])[filled])
+            counts[same] += before.counts[rows]
         shorter = 0.0
         if order:
             # The shorter context's entry is one more occurrence.
             above = levels[-1]
             shorter = SHORTER
             rows = np.searchsorted(above.keys, unique % (digit // vocabulary))
-            known = above.ids[rows] >= 0
-            groups.append(np.repeat(np.arange(len(unique)), WIDTH)[known.ravel()])
-            ids.append(above.ids[rows][known])
-            sums.append(SHORTER * above.probabilities[rows][known])
+            filled = above.ids[rows] >= 0
+            groups.append(np.repeat(np.arange(len(unique)), WIDTH)[filled.ravel()])
+            ids.append(above.ids[rows][filled])
+            sums.append(SHORTER * above.probabilities[rows][filled])
         best_ids, best = _means(
             np.concatenate(groups), np.concatenate(ids), np.concatenate(sums), vocabulary, len(unique)
         )
@@ -206,6 +252,20 @@ def levels_of(
         if order:
             gains *= _differences(best_ids, best, above.ids[rows], above.probabilities[rows])
         levels.append(Level(unique, counts, best_ids, best, gains))
+    return levels
+
+
+def joined(known: Sequence[Level], new: Sequence[Level]) -> list[Level]:
+    """The entries of both; those of ``new`` replace those of the same contexts."""
+    levels = []
+    for old, own in zip(known, new, strict=True):
+        kept = ~np.isin(old.keys, own.keys)
+        order = np.argsort(np.r_[old.keys[kept], own.keys])
+        names = Level.__dataclass_fields__
+        parts = {
+            name: np.concatenate([getattr(old, name)[kept], getattr(own, name)])[order] for name in names
+        }
+        levels.append(Level(**parts))
     return levels
 
 

@@ -16,6 +16,7 @@ from .. import __version__
 from ..core import Drafter, Request, SettingsError
 from ..core.verify import as_choose
 from ..drafters import as_drafter
+from ..drafters.adaptive.remembered import owner_of, remembering
 from ..llm import LLM
 from ..model import NO_LIMIT
 from ..options import Options
@@ -71,6 +72,10 @@ class Preparer:
         self.settings = settings
         self.name = name
         self._grammars = Grammars(llm)
+        #: The drafter of requests without their own.
+        self._drafter = settings.drafting()
+        if settings.remember:
+            self._drafter = remembering(self._drafter, llm.model, owner_of(settings.api_key))
         #: The text of --chat-template; None without it.
         self._own_template = _read_template(settings.chat_template)
         asked = settings.max_model_len
@@ -391,7 +396,7 @@ class Preparer:
         if requested is not None:
             given = requested.model_dump(exclude_none=True, exclude={"stats", "trace"})
         if not given:
-            return self.settings.drafting()
+            return self._drafter
         try:
             drafter = as_drafter(given)
         except SettingsError as error:

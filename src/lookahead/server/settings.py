@@ -16,7 +16,7 @@ from ..core import Drafter, SettingsError
 from ..core.errors import nearest
 from ..drafters import as_drafter
 from ..option import COUNT, KEPT, YES_OR_NO, at_least, offered, option
-from ..options import DrafterOptions, LoadOptions, MachineOptions, prefix_cache_option
+from ..options import DrafterOptions, LoadOptions, MachineOptions, MemoryOptions, prefix_cache_option
 
 #: The beginning of the names of environment variables.
 PREFIX = "LOOKAHEAD_"
@@ -74,7 +74,7 @@ def _check_variables(known: set[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(MachineOptions, DrafterOptions):
+class Settings(MachineOptions, DrafterOptions, MemoryOptions):
     """The settings of ``lookahead serve``. Each is an option, a YAML key and an environment variable."""
 
     GROUP: ClassVar[str] = "Options"

@@ -18,7 +18,7 @@ import tempfile
 import warnings
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ...core import SettingsError
 from ...model import Model
@@ -119,7 +119,7 @@ def base_table_of(tokenizer: Any, key: str, vocabulary: int) -> BaseTable | None
     """
     tables, reasons = read_tables(key, vocabulary)
     for reason in reasons:
-        _warn(reason)
+        warn_once(reason)
     if key and key not in _building and not any(map(is_current, tables)):
         _building[key] = None
         if not cannot_build(tokenizer):
@@ -154,20 +154,27 @@ def build_in_background(tokenizer: Any, key: str) -> None:
         tokenizer: one for which ``cannot_build`` finds no reason.
         key: its key.
     """
-    program = (
-        f"import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); hasattr(os, 'nice') and os.nice({NICE}); "
-        f"from lookahead.learning.corpus import main; main({key!r})"
-    )
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     try:
         with tempfile.TemporaryFile() as file:
             file.write(tokenizer.backend_tokenizer.to_str().encode())
             file.seek(0)
-            _building[key] = subprocess.Popen(
-                [sys.executable, "-c", program], stdin=file, stdout=subprocess.DEVNULL, env=environment
+            _building[key] = run_in_background(
+                f"from lookahead.learning.corpus import main; main({key!r})", file
             )
     except OSError as error:
-        _warn(f"no base table can be built for this tokenizer ({error.strerror})")
+        warn_once(f"no base table can be built for this tokenizer ({error.strerror})")
+
+
+def run_in_background(program: str, stdin: IO[bytes] | int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    """Run a Python program in another process of low priority, which an interrupt does not end.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+    low = f"import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); hasattr(os, 'nice') and os.nice({NICE})"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-c", f"{low}; {program}"]
+    return subprocess.Popen(command, stdin=stdin, stdout=subprocess.DEVNULL, env=environment)
 
 
 def wait_for_tables() -> None:
@@ -188,7 +195,7 @@ def usable_table(path: str | os.PathLike[str], vocabulary: int, key: str = "") -
     try:
         return checked_table(path, vocabulary, key)
     except SettingsError as error:
-        _warn(str(error))
+        warn_once(str(error))
         return None
 
 
@@ -205,6 +212,6 @@ def checked_table(path: str | os.PathLike[str], vocabulary: int, key: str = "") 
 
 
 @lru_cache(maxsize=64)
-def _warn(message: str) -> None:
+def warn_once(message: str) -> None:
     """Warn once per process instead of once per sequence."""
     warnings.warn(f"{message}; drafting continues without this base table", UserWarning, stacklevel=2)

@@ -50,6 +50,7 @@ class AdaptiveDraftState(DraftState):
         self._vocabulary = sequence.vocabulary
         self._sampling = sequence.noise
         self._table = given.base_table
+        self._remembered = given.remembered
         if settings.table is not None:
             self._table = usable_table(settings.table, sequence.vocabulary, given.tokenizer)
         self._prompt = sequence.prompt
@@ -236,6 +237,8 @@ class AdaptiveDraftState(DraftState):
         credit = {source.name: 0 for source in SOURCES} if self._memory is None else self._memory.credit
         figures: dict[str, float] = {f"accepted_by_{name}": count for name, count in credit.items()}
         figures |= {"expected_acceptance": self._offered, "acceptance": self._accepted}
+        if self._remembered:
+            figures["remembered"] = self._remembered
         if self._head is not None:
             figures["head_calls"] = 0
         if self._memory is not None:

@@ -17,9 +17,11 @@ class ForModel(NamedTuple):
         head: the light head, shared by all sequences.
         base_table: next-token statistics of text that models generated.
         tokenizer: the key of the model's tokenizer; "" if unknown.
+        remembered: the version of the table if it has remembered answers; 0 for others.
     """
 
     cost_curve: CostCurve | None = None
     head: LightHead | None = None
     base_table: BaseTable | None = None
     tokenizer: str = ""
+    remembered: int = 0
