@@ -14,6 +14,7 @@ from time import monotonic
 from ..core import Engine, LookaheadError, PassFailed, Request, Sequence, Update
 from ..llm import LLM
 from .api_errors import Refused
+from .idle_learner import IDLE_SECONDS, IdleLearner
 from .logs import log_failure
 from .metrics import Metrics
 from .settings import Settings
@@ -46,6 +47,7 @@ class EngineThread:
         self._started = started
         self._wake = threading.Condition()
         self._stop_at: float | None = None
+        self._learner: IdleLearner | None = None
         self.engine: Engine | None = None
         self.error: BaseException | None = None
         #: Sequences ended by their deadline.
@@ -113,6 +115,8 @@ class EngineThread:
         """
         if (refusal := self.refusal) is not None:
             raise refusal
+        if self._learner is not None:
+            self._learner.pause()
         engine = self.engine
         assert engine is not None
         running, waiting = self.load_state
@@ -156,6 +160,8 @@ class EngineThread:
                 prefix_cache=settings.prefix_cache,
                 max_tokens=max_tokens,
             )
+            if settings.learn_when_idle:
+                self._learner = IdleLearner(settings.loading(), llm.model.device)
             self.engine = engine
             self._started()
             while self._wait_for_work(engine):
@@ -165,6 +171,9 @@ class EngineThread:
             self._failed()
             if self.engine is not None:
                 self._end_all(self.engine, error)
+        finally:
+            if self._learner is not None:
+                self._learner.close()
 
     def _wait_for_work(self, engine: Engine) -> bool:
         """Sleep until there is something to decode. Returns False when the loop must end."""
@@ -172,7 +181,9 @@ class EngineThread:
             while not engine.busy:
                 if self._stop_at is not None:
                     return False
-                self._wake.wait()
+                self._wake.wait(None if self._learner is None else IDLE_SECONDS)
+                if self._learner is not None and not engine.busy:
+                    self._learner.resume()
         return True
 
     def _step(self, engine: Engine) -> None:

@@ -152,6 +152,12 @@ class Settings(MachineOptions, DrafterOptions, MemoryOptions):
     cors_origins: Sequence[str] | None = option(
         None, "Origins that may call the server from a browser; none by default.", kind=list[str]
     )
+    learn_when_idle: bool = option(
+        False,
+        "While there are no requests, let another process of lowest priority write text with the model, and learn "
+        "from it as lookahead learn does. It is stopped while there are requests, and keeps its memory.",
+        YES_OR_NO,
+    )
     log_text: bool = option(False, "Also log prompts as token ids, and completions as text.", YES_OR_NO)
 
     @classmethod
