@@ -18,12 +18,12 @@ from lookahead.server.idle_learner import IdleLearner
 from serving import Served, serving
 from toy import save
 
-#: Counts in the file that it is given as the model, as fast as it can.
+#: Counts in the file that it is given as the model, as fast as it can, until its parent has ended.
 COUNTS = """
-import json, sys
+import json, os, sys
 with open(json.loads(sys.argv[1])["path_or_id"], "r+b", 0) as file:
-    number = 0
-    while True:
+    number, parent = 0, os.getppid()
+    while os.getppid() == parent:
         number += 1
         file.seek(0)
         file.write(b"%d" % number)
