@@ -107,7 +107,7 @@ def main() -> None:
         counts = [str(rounds[0][drafter][number].passes) for drafter in speeds]
         rows.append(
             [
-                number + 1,
+                str(number + 1),
                 str(rounds[0]["plain"][number].tokens),
                 *counts,
                 *(f"{median(each):.1f}" for each in speeds.values()),
