@@ -324,12 +324,12 @@ def test_every_proposal_is_a_label_verified_or_not():
     buckets["prior"] = 0.5
     load(buckets, np.zeros(2), np.zeros(2))
     count(buckets[0], True)
-    assert buckets["probability"][0] == pytest.approx((1 + 4 * 0.5) / 5)
+    assert buckets["probability"][0] == pytest.approx((1 + 16 * 0.5) / 17)
     for _ in range(1000):
         count(buckets[0], True)
     assert buckets["probability"][0] == MAX_PROBABILITY
     count(buckets[1], False)
-    assert buckets["probability"][1] == pytest.approx(2 / 5)
+    assert buckets["probability"][1] == pytest.approx(8 / 17)
     # Two rows verify at most one proposal, but every proposal is counted.
     state = AdaptiveState(adaptive_of({"rows": 2}))
     adaptive(FakeTarget(32), {"rows": 2}, state=state)

@@ -8,14 +8,14 @@ of all sources select a joint bucket, whose probability is the edge's.
 An example. The suffix match proposes "the" as the only successor of five tokens, seen three times. Its bucket has
 prior 0.60, hits 0, trials 0:
 
-    before any proposal       (0 + 4 * 0.60) / (0 + 4) = 0.60     level 7, since 0.55 < 0.60 <= 0.75
-    "the" was correct         (1 + 4 * 0.60) / (1 + 4) = 0.68     level 7
-    nine more, eight correct  (9 + 4 * 0.60) / (10 + 4) = 0.81    level 8, since 0.75 < 0.81 <= 0.9
+    before any proposal       (0 + 16 * 0.60) / (0 + 16) = 0.60      level 7, since 0.55 < 0.60 <= 0.75
+    "the" was correct         (1 + 16 * 0.60) / (1 + 16) = 0.62      level 7
+    29 more, 27 correct       (28 + 16 * 0.60) / (30 + 16) = 0.82    level 8, since 0.75 < 0.82 <= 0.9
 
 The logit cache also proposes "the", as the best token with a lead of 1.5 over the second; its bucket has the estimate
 0.50, level 6. The pair (match at level 8, cache at level 6), with the zone and the last step's answer, selects
 the joint bucket. If that has 18 hits in 20 trials and the prior 0.85, the probability of the edge is
-(18 + 4 * 0.85) / (20 + 4) = 0.89.
+(18 + 16 * 0.85) / (20 + 16) = 0.88.
 
 The features of a bucket:
 
@@ -45,7 +45,8 @@ import numpy as np
 from ...machine_code import compiled
 from .layout import BUCKET
 
-PRIOR_WEIGHT = 4.0
+#: Rows are the best of many proposals, so a small weight, whose estimates vary more, selects overestimated ones.
+PRIOR_WEIGHT = 16.0
 #: Upper limit of an edge's probability, and of the sum over the edges under one node.
 MAX_PROBABILITY = 0.98
 #: Beyond this many trials, hits and trials are halved, so that a warm state adapts to a new workload.
