@@ -359,10 +359,10 @@ def decoded(drafter, head=None, target=None, new=40, **fields):
 @pytest.mark.parametrize("chain", [False, True])
 @pytest.mark.parametrize("right", [0, 3])
 def test_guesses_are_verified_and_change_no_token(chain, right):
-    plain = decoded(Plain())
+    plain = decoded(Plain(), new=100)  # until a head that is always right is trusted
     head = Oracle(None, PROMPT + plain.tokens, right)
     drafter = Adaptive(rows=8, chain=chain)
-    result = decoded(drafter, head)
+    result = decoded(drafter, head, new=100)
     assert result.tokens == plain.tokens
     assert decoded(drafter).stats.compression_ratio < 1.1
     assert result.stats.drafter["head_calls"] == len(head.calls)
@@ -451,9 +451,10 @@ def test_sampled_guesses_are_ranked_with_the_noise():
             logs = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
             return np.full((1, 4), position, np.float32), best[None], logs[best][None]
 
-    plain = decoded(Plain(), choose=choose, noise=Noise(), target=Prefilled(100, hard_text))
+    sampled = {"choose": choose, "noise": Noise(), "new": 100}
+    plain = decoded(Plain(), target=Prefilled(100, hard_text), **sampled)
     head = Knows(None, PROMPT + plain.tokens)
-    result = decoded(Adaptive(rows=6), head, Prefilled(100, hard_text), choose=choose, noise=Noise())
+    result = decoded(Adaptive(rows=6), head, Prefilled(100, hard_text), **sampled)
     assert result.tokens == plain.tokens
     assert result.stats.compression_ratio > 1.7
 
