@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -154,6 +156,15 @@ def test_a_library_of_other_sources_is_not_current(tmp_path, monkeypatch):
     assert not machine_code.is_current(tmp_path / "missing.so")
     monkeypatch.setattr(machine_code, "PACKAGE", tmp_path)
     assert not machine_code.is_current(path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_library_that_may_be_replaced_is_not_loaded(tmp_path):
+    """Otherwise the process that builds a checkout's kernels would run the old ones."""
+    path = tmp_path / "kernels.so"
+    shutil.copy(machine_code.path_of(machine_code.BUILT, processor.level(), sys.platform), path)
+    assert machine_code.is_current(path)
+    assert str(path) not in Path("/proc/self/maps").read_text()
 
 
 def test_without_a_library_and_numba_the_error_names_the_extra(tmp_path):

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -352,12 +353,14 @@ def _keep_up_to_date(path: Path) -> None:
 
 
 def is_current(path: Path) -> bool:
-    """Whether a library is there and its sources are those of this package."""
-    if not path.exists():
-        return False
-    first = ctypes.c_char.in_dll(_open(path), SOURCES_SYMBOL)
-    digest, *names = ctypes.string_at(ctypes.addressof(first)).decode().split("\n")
-    return digest == digest_of(names)
+    """Whether a library is there and its sources are those of this package.
+
+    It is not loaded: a process that has loaded a library gets it again, even after another one has taken its place.
+    """
+    found = (
+        re.search(rb"([0-9a-f]{64})((?:\n[\w./\\]+\.py)+)\0", path.read_bytes()) if path.exists() else None
+    )
+    return found is not None and found[1].decode() == digest_of(found[2].decode().split())
 
 
 def digest_of(names: Sequence[str]) -> str:
