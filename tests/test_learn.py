@@ -15,7 +15,7 @@ from lookahead.core import SettingsError
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive import base_files
 from lookahead.drafters.adaptive.base_files import key_of, read_tables, table_file
-from lookahead.drafters.adaptive.sources.base_table import open_table
+from lookahead.drafters.adaptive.sources.base_table import find_entry, open_table, order_of
 from lookahead.learning import corpus, self_text, text_parts
 from lookahead.learning.self_text import Writer
 from lookahead.learning.table_learner import Goal, Learner
@@ -212,7 +212,11 @@ def test_a_learned_table_counts_the_corpus_too(chats, tmp_path, monkeypatch):
     alone = learner.build()
     assert alone.counts["greedy"][1].min() == 0
     assert alone.learned == with_corpus.learned
-    assert sum(alone.contexts) < sum(with_corpus.contexts)
+    # Three tokens of the corpus have an entry of their own only if it is counted.
+    text = "def add(a, b):\n    return a + b"
+    before = lookahead.load(chats).tokenizer(text, add_special_tokens=False).input_ids[-3:]
+    orders = [order_of(table.trie, find_entry(table.trie, *before)) for table in (alone, with_corpus)]
+    assert orders[0] < orders[1] == 2
 
 
 def test_an_interrupt_during_a_save_stores_no_text_twice(chats, tmp_path, monkeypatch):

@@ -33,8 +33,6 @@ MOST_CONTEXTS = 250_000
 LEAST_COUNT = 2
 #: Weight of the shorter context's entry, in occurrences.
 SHORTER = 1.0
-#: Weight of an occurrence in a corpus beside a model's own text.
-CORPUS_WEIGHT = 0.3
 #: Smallest probability to store.
 LEAST = 0.004
 #: Of every ``HELD_OUT`` runs of ``HELD_OUT`` consecutive texts, the last run is held out; runs contain all kinds of
@@ -389,7 +387,7 @@ def build(
         texts: a model's self-generated texts.
         vocabulary: V.
         most: largest number of contexts to keep, approximately; None for all.
-        corpus: the positions of a corpus, which are counted too, with less weight.
+        corpus: the positions of a corpus, which are counted too.
 
     Raises:
         SettingsError: there is too little text.
@@ -401,10 +399,8 @@ def build(
         )
 
     def table(own: Places) -> Trie:
-        if corpus is None:
-            return trie_of(levels_of([own], vocabulary), vocabulary, most)
-        weights, least = [1.0, CORPUS_WEIGHT], LEAST_COUNT * CORPUS_WEIGHT
-        return trie_of(levels_of([own, corpus], vocabulary, weights, least), vocabulary, most)
+        parts, least = ([own], 0) if corpus is None else ([own, corpus], LEAST_COUNT)
+        return trie_of(levels_of(parts, vocabulary, least=least), vocabulary, most)
 
     counts = count_kinds(table(places.where(~places.held_out)), places.where(places.held_out))
     return table(places), counts, len(places)
