@@ -1,0 +1,163 @@
+"""S of the adaptive drafter by the rows of a step, for each kind of text of SPEED-Bench, in forward passes only.
+
+    python -m benchmarks.kinds [--model FILE.gguf ...]      continues where it was interrupted
+
+``kinds.toml`` has the prompts. Each step has a fixed number of rows, so S depends neither on the machine nor on its
+load. A state is what the drafter starts with: nothing (``cold``), a table counted in the package's corpus
+(``counted``), or the table included for the model's tokenizer (``included``). Every text is compared with plain
+decoding; a difference ends the run. Lines of ``--records`` of this commit and these settings are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lookahead
+from lookahead.bench.record import environment
+from lookahead.core import Drafter
+from lookahead.drafters import Adaptive, Plain
+from lookahead.drafters.adaptive.base_files import INCLUDED, key_of
+from lookahead.drafters.adaptive.settings import DEFAULT_SOURCES
+from lookahead.learning import corpus
+from lookahead.records import RecordWriter, read_records
+
+from .page import write_report
+from .report import markdown_table
+
+PROMPTS = tomllib.loads((Path(__file__).parent / "kinds.toml").read_text(encoding="utf-8"))
+ROWS, SAMPLED_ROWS = (2, 3, 4, 6, 8, 16, 32, 64), (4, 8)
+TEMPERATURES = (0.0, 0.7, 1.0)
+#: Trees from this size on are measured with one prompt of each kind, if the model is large (``--few``).
+MANY_ROWS = 32
+#: Fields that identify a line.
+KEYS = ("model", "state", "temperature", "rows", "kind")
+#: What the lines of one page have in common.
+COMMON = ("commit", "new_tokens")
+
+
+class Runner:
+    """One model with its tables; plain texts are decoded once."""
+
+    def __init__(self, path: str | None, threads: int | None, new_tokens: int, folder: Path) -> None:
+        self.llm = lookahead.load(path, threads=threads)
+        self.new_tokens = new_tokens
+        self._plain = dict[tuple[str, float], list[int]]()
+        key = key_of(self.llm.model)
+        counted = folder / f"{key}.safetensors"
+        if not counted.exists():
+            corpus.save(corpus.split(self.llm.tokenizer.backend_tokenizer, corpus.texts()), counted, key)
+        self.tables: dict[str, Path | None] = {"cold": None, "counted": counted}
+        if (INCLUDED / counted.name).exists():
+            self.tables["included"] = INCLUDED / counted.name
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Where a line is from."""
+        name = Path(self.llm.name).name  # records must not reveal this machine's folders
+        return {**environment(), "model": name, "dtype": self.llm.dtype, "new_tokens": self.new_tokens}
+
+    def measure(self, state: str, temperature: float, rows: int, prompts: Sequence[str]) -> dict[str, int]:
+        """Steps and their tokens over prompts."""
+        table = self.tables[state]
+        sources = tuple(name for name in DEFAULT_SOURCES if table is not None or name != "base")
+        drafter = Adaptive(rows=rows, sources=sources, table=None if table is None else str(table))
+        steps = new = 0
+        for prompt in prompts:
+            known = prompt, temperature
+            if known not in self._plain:
+                self._plain[known] = self._decode(prompt, Plain(), temperature).tokens
+            result = self._decode(prompt, drafter, temperature)
+            if result.tokens != self._plain[known]:
+                raise SystemExit(f"{state}, {rows} rows: the output differs from plain decoding: {prompt!r}")
+            steps += result.stats.steps
+            new += result.stats.new_tokens - 1
+        return {"prompts": len(prompts), "new": new, "steps": steps}
+
+    def _decode(self, prompt: str, drafter: Drafter, temperature: float) -> Any:
+        chat = [{"role": "user", "content": prompt}]
+        sampling: dict[str, Any] = {"temperature": temperature, "seed": 0} if temperature else {}
+        return self.llm.generate(chat, drafter=drafter, max_new_tokens=self.new_tokens, **sampling)
+
+
+def combinations(states: Sequence[str]) -> Iterator[tuple[str, float, int]]:
+    """(state, temperature, rows) of all lines, those with the fewest rows first."""
+    for rows in ROWS:
+        for temperature in TEMPERATURES:
+            if temperature == 0 or rows in SAMPLED_ROWS:
+                yield from ((state, temperature, rows) for state in states)
+
+
+def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """The lines of all models."""
+    records = read_records(given.records, "steps", "benchmarks.kinds")
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, RecordWriter(given.records, append=True) as writer:
+        for path in given.model:
+            runner = Runner(path, given.threads, given.new_tokens, Path(folder))
+            origin = runner.origin
+            few = given.few is not None and (runner.llm.parameter_count or 0) > given.few
+            known = {
+                tuple(line[key] for key in KEYS): line
+                for line in records
+                if all(line[name] == origin[name] for name in COMMON)
+            }
+            for state, temperature, rows in combinations(list(runner.tables)):
+                for kind, prompts in PROMPTS.items():
+                    key = origin["model"], state, temperature, rows, kind
+                    if key not in known:
+                        chosen = prompts[: 1 if few and rows >= MANY_ROWS else None]
+                        line = origin | dict(zip(KEYS, key, strict=True))
+                        known[key] = line | runner.measure(state, temperature, rows, chosen)
+                        writer.write(known[key])
+                    found.append(known[key])
+                print(origin["model"], state, f"T={temperature:g}", rows, flush=True)
+    return found
+
+
+def figures(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the page reads of the lines."""
+    return [{name: line[name] for name in (*KEYS, "prompts", "new", "steps")} for line in lines]
+
+
+def body(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """S over all kinds, by model, state and temperature."""
+    totals: dict[tuple[Any, ...], dict[int, list[int]]] = {}
+    for line in lines:
+        total = totals.setdefault((line["model"], line["state"], f"{line['temperature']:g}"), {})
+        sums = total.setdefault(line["rows"], [0, 0])
+        sums[0] += line["new"]
+        sums[1] += line["steps"]
+    cells = [
+        [*key, *(f"{total[rows][0] / total[rows][1]:.2f}" if rows in total else "–" for rows in ROWS)]
+        for key, total in totals.items()
+    ]
+    return [markdown_table(["model", "state", "T", *(f"{rows} rows" for rows in ROWS)], cells, texts=3)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", action="append", metavar="GGUF", help="can be repeated; default: the default model")
+    add("--new-tokens", type=int, default=64)
+    add("--threads", type=int)
+    add("--few", type=int, help=f"one prompt of each kind from {MANY_ROWS} rows on for more parameters")
+    add("--records", type=Path, default=Path("build/results/s-by-kind.jsonl"))
+    add("--out", type=Path, default=Path("docs/results/s-by-kind"), help="figures, without suffix")
+    given = parser.parse_args()
+    given.model = given.model or [None]
+    given.records.parent.mkdir(parents=True, exist_ok=True)
+    lines = measure(given)
+    record = {**lines[-1], "model": ", ".join(dict.fromkeys(line["model"] for line in lines))}
+    write_report(given.out, "S by rows and kind of text", record, figures(lines), body(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
