@@ -16,6 +16,7 @@ from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive import base_files, remembered
 from lookahead.drafters.adaptive.base_files import key_of, table_file
 from lookahead.drafters.adaptive.remembered import Remembered, owner_of, remembering
+from lookahead.drafters.adaptive.sources import base_table
 from lookahead.hf.testing import tiny_model
 from lookahead.learning import remembered as counting
 from lookahead.learning.table import keys_of
@@ -118,7 +119,7 @@ def test_own_text_outweighs_the_table(llm):
     base = base_files.base_table_of(None, memory.key, VOCABULARY)
     memory.add([], [5, 6, 7, 8])
     table, _ = memory.table(VOCABULARY)
-    find, candidate = remembered.base_table.find_entry, remembered.base_table.candidate
+    find, candidate = base_table.find_entry, base_table.candidate
     assert candidate(table.trie, find(table.trie, 5, 6, 7), 0) == 8
     assert candidate(table.trie, find(table.trie, 0, 0, 7), 0) == 8
     for last in range(8, 60):

@@ -78,11 +78,7 @@ def quantizable(name: str) -> TensorType:
     Raises:
         SettingsError: the package gguf cannot quantize to it, or is missing.
     """
-    names = [
-        tensor_type.name
-        for tensor_type in TENSOR_TYPES
-        if 4 <= tensor_type.bits <= 8 and not tensor_type.grouped
-    ]
+    names = [each.name for each in TENSOR_TYPES if 4 <= each.bits <= 8 and not each.grouped]
     if name.upper() not in names:
         grouped = name.upper() in TYPE_INDEX
         why = "; the package gguf cannot quantize to it: load a file of this type" if grouped else ""

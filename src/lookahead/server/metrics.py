@@ -103,8 +103,8 @@ def speculation(stats: Stats) -> dict[str, Any]:
 
     With --remember, the version of the table that the request used is one of them.
     """
-    version = {name: stats.drafter[name] for name in ("remembered",) if name in stats.drafter}
-    return version | {
+    version = stats.drafter.get("remembered")
+    return ({} if version is None else {"remembered": version}) | {
         "mean_acceptance_length": round(stats.compression_ratio, 4),
         "draft_acceptance_rate": round(stats.acceptance_rate, 4),
         "acceptance_histogram": {str(n - 1): steps for n, steps in sorted(stats.tokens_per_step.items())},

@@ -161,12 +161,10 @@ def measure_wanted(model: Model, make_target: Callable[[], Target], notice: Call
         if None not in curves.values():
             return False
         target = make_target()
-        if "unwritable cache" in model.state:  # a line has said so
-
-            def notice(line: str) -> None:
-                pass
-
-        curve = measured(target, curve_key(model, target), notice, runs_on_gpu(model))
+        said = "unwritable cache" in model.state  # one line about it is enough
+        curve = measured(
+            target, curve_key(model, target), (lambda _: None) if said else notice, runs_on_gpu(model)
+        )
         known = {place: other for place, other in curves.items() if other is not None}
         model.state["curves"] = known | {_place(model, target): curve}
         return True

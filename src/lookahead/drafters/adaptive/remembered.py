@@ -32,8 +32,7 @@ from ...records import cache_folder, read_bytes
 from .base_files import key_of, run_in_background, warn_once
 from .calibration import ORDERS
 from .drafter import Adaptive
-from .sources import base_table
-from .sources.base_table import BaseTable
+from .sources.base_table import LARGEST_FILE, BaseTable, read_table
 
 #: The most bytes of answers, of which a token takes 4 to 7: about 50,000 tokens.
 MOST_BYTES = 300_000
@@ -126,10 +125,9 @@ class Remembered:
         if self._read[0] != state:
             self._read = state, NOTHING
             try:
-                # Not by open_table, which would keep the tables before this one.
-                table = base_table._opened.__wrapped__(self.file)
+                table = read_table(self.file)  # open_table would keep the tables before this one
                 table.check(vocabulary, self.key)
-                self._read = state, (table, zlib.crc32(read_bytes(self.file, base_table.LARGEST_FILE)))
+                self._read = state, (table, zlib.crc32(read_bytes(self.file, LARGEST_FILE)))
             except (SettingsError, OSError, ValueError) as error:
                 warn_once(str(error))
         return self._read[1]

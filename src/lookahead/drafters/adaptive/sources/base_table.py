@@ -427,6 +427,11 @@ def open_table(path: str | os.PathLike[str]) -> BaseTable:
 
 @lru_cache(maxsize=16)
 def _opened(path: Path, *version: int) -> BaseTable:
+    return read_table(path)
+
+
+def read_table(path: Path) -> BaseTable:
+    """Open a table that this process does not keep: each call reads the file. Raises like ``open_table``."""
     try:
         about, arrays = _read(path)
         trie = Trie(*(arrays[name] for name in Trie._fields))
