@@ -34,11 +34,11 @@ CURVES = pytest.mark.parametrize("curve", [FLAT, STEEP, CPU], ids=["flat", "stee
 class Grown:
     """The parts of a memory that the rule reads: a grown tree's nodes and a table of costs."""
 
-    def __init__(self, probabilities, costs, slopes=None, rate=1.0, bias=1.0):
+    def __init__(self, probabilities, costs, slopes=None, rate=1.0):
         self.step, self.tree = np.zeros(1, STEP), self
         self.nodes, self.sizes = np.zeros(len(probabilities), NODE), np.zeros(1, SIZES)
         self.nodes["probability"], self.sizes["rows"] = probabilities, len(probabilities)
-        self.step["rate"], self.step["bias"] = rate, bias
+        self.step["rate"] = rate
         self.costs, self.slopes = costs, slopes
         # Access fields by name, as compiled code does.
         self.step, self.nodes, self.sizes = (
@@ -64,24 +64,22 @@ def test_the_choice_maximises_the_rule_and_growth_stops_no_earlier(curve):
     for _ in range(200):
         falling = sorted((rng.random() ** 2 for _ in range(40)), reverse=True)
         costs, slopes = curve.table(41, 100)
-        rate, bias = 1 + rng.random(), 0.5 + rng.random()
-        grown = Grown([1.0, *falling], costs, slopes, rate, bias)
+        rate = 1 + rng.random()
+        grown = Grown([1.0, *falling], costs, slopes, rate)
         values = [
-            1 + bias * sum(falling[: k - 1]) + EXPLORATION * (k - 1) - rate * costs[k] for k in range(1, 42)
+            1 + sum(falling[: k - 1]) + EXPLORATION * (k - 1) - rate * costs[k] for k in range(1, 42)
         ]
         best = choose(grown)
         assert values[best - 1] == pytest.approx(max(values))
         assert all(pays(grown, k, falling[k - 1]) for k in range(1, best))
 
 
-def test_rate_and_correction_follow_recent_steps_and_start_from_plain_decoding():
+def test_the_rate_follows_recent_steps_and_starts_from_plain_decoding():
     rule = RowRule()
-    assert (rule.rate, rule.bias) == (1.0, 1.0)
+    assert rule.rate == 1.0
     for _ in range(500):
         rule.count(3, 1.5)
-        rule.count_grown(4, expected=4.0, tokens=3)
     assert rule.rate == pytest.approx(2.0, rel=0.05)
-    assert rule.bias == pytest.approx(2 / 3, rel=0.05)
     for _ in range(500):
         rule.count(1, 1.5)
     assert rule.rate == 1.0
@@ -92,15 +90,15 @@ def test_pauses_grow_until_unused_trees_cost_little_and_end_with_a_draft(draftin
     rule, pauses = RowRule(), []
     rule.drafting = drafting
     for _ in range(8):
-        rule.count_grown(1, 1.0, 1)
+        rule.count_grown(1)
         pauses.append(rule.pause)
         while rule.pause:
             rule.rest()
     assert pauses == [min(2**number - 1, longest) for number in range(8)]
-    rule.count_grown(4, 2.0, 2)
-    rule.count_grown(1, 1.0, 1)
+    rule.count_grown(4)
+    rule.count_grown(1)
     assert rule.pause == 0
-    rule.count_grown(1, 1.0, 1)
+    rule.count_grown(1)
     assert rule.pause == 1
 
 

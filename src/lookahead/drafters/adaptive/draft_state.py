@@ -104,7 +104,7 @@ class AdaptiveDraftState(DraftState):
         memory = self._ready()
         memory.hidden = self._hidden
         grow = memory.grow_chain if self._settings.chain else memory.grow
-        pay = grow(limit, max_depth, self._rule.rate, self._rule.bias)
+        pay = grow(limit, max_depth, self._rule.rate)
         self._guessed = memory.served
         memory.cut(pay)
         return memory.tree()
@@ -199,9 +199,8 @@ class AdaptiveDraftState(DraftState):
         rows = len(tree)
         memory.cut(rows)
         memory.learn(scores, path, tokens, rows)
-        expected = memory.expected
-        self._rule.count_grown(rows, expected, len(tokens))
-        self._offered += expected - 1
+        self._rule.count_grown(rows)
+        self._offered += memory.expected - 1
         self._accepted += len(tokens) - 1
 
     def pad(self, tree: TokenTree, rows: int) -> None:

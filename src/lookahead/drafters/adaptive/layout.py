@@ -87,9 +87,8 @@ STEP = record(
     previous="i8",
     last="i8",
     rate="f8",  # tokens per plain step, the price of a plain step's time (``rows``)
-    bias="f8",  # correction of the probabilities by recent acceptance (``rows``)
     wanted="i8",  # set by ``grow_tree``: the row that a source must serve, or whose noise is missing
-    expected="f8",  # set by ``learn``: F of the last tree, uncorrected (``rows``)
+    expected="f8",  # set by ``learn``: F of the last tree (``rows``)
 )
 
 

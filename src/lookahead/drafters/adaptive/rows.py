@@ -18,8 +18,8 @@ r is the price of a plain step's time, does (renewal reward). An example:
 If many tokens of a sequence are accepted, r is larger: each plain step's time must yield more tokens, so the rule
 leaves out the less likely rows.
 
-**F.** F(k) is 1 plus the sum of the probabilities of the k - 1 drafted rows, multiplied by the ratio of accepted to
-expected tokens in recent steps. EXPLORATION is what the logits of one more row, accepted or not, add to later steps.
+**F.** F(k) is 1 plus the sum of the probabilities of the k - 1 drafted rows. EXPLORATION is what the logits of one
+more row, accepted or not, add to later steps.
 
 **One row.** k = 1 is always possible. The rule chooses after the tree has been grown, so even one row costs a plain
 step plus the drafting. To limit this overhead, a tree for which the rule chose one row is followed by 0, 1, 3, 7, ...
@@ -38,9 +38,9 @@ from .memory import Memory
 
 #: The gain of later steps from the logits of one more row, in tokens.
 EXPLORATION = 0.01
-#: Weight of one step in the moving averages of r and of the correction of F.
+#: Weight of one step in the moving averages of r.
 RECENT = 1 / 64
-#: Weight of the assumed history: plain steps, and estimates that were right.
+#: Weight of the assumed history of plain steps.
 BEFORE = 5 / 64
 #: Largest share of the time spent on growing trees that are not used.
 IDLE_SHARE = 0.02
@@ -61,34 +61,20 @@ class RowRule:
         self.drafting = 0.0
         self._next_pause = 0
         self._tokens = self._cost = 0.0
-        self._accepted = self._expected = 0.0
 
     @property
     def rate(self) -> float:
         """r: tokens per plain step's time in recent steps, at least 1."""
         return max(1.0, (self._tokens + BEFORE) / (self._cost + BEFORE))
 
-    @property
-    def bias(self) -> float:
-        """The correction of F: accepted over expected tokens in recent steps."""
-        return (self._accepted + BEFORE) / (self._expected + BEFORE)
-
     def count(self, tokens: int, cost: float) -> None:
         """Count a step: its emitted tokens and its cost in plain steps."""
         self._tokens += RECENT * (tokens - self._tokens)
         self._cost += RECENT * (cost - self._cost)
 
-    def count_grown(self, rows: int, expected: float, tokens: int) -> None:
-        """Count a step for which a tree was grown.
-
-        Args:
-            rows: rows of the step.
-            expected: F(rows), the uncorrected estimate.
-            tokens: emitted tokens.
-        """
+    def count_grown(self, rows: int) -> None:
+        """Count a step of this many rows for which a tree was grown."""
         if rows > 1:
-            self._accepted += RECENT * (tokens - 1 - self._accepted)
-            self._expected += RECENT * (expected - 1 - self._expected)
             self._next_pause = 0
         else:
             self.pause = self._next_pause
@@ -109,7 +95,7 @@ def pays(memory: Memory, rows: int, probability: float) -> bool:
     its probability reaches 0.115.
     """
     step = memory.step[0]
-    return bool(probability * step.bias + EXPLORATION >= step.rate * memory.slopes[rows])
+    return bool(probability + EXPLORATION >= step.rate * memory.slopes[rows])
 
 
 @compiled
@@ -120,7 +106,7 @@ def choose(memory: Memory) -> int:
     best, best_value = 1, 1.0 - step.rate * memory.costs[1]
     expected = 1.0
     for row in range(1, memory.tree.sizes[0].rows):
-        expected += nodes[row].probability * step.bias + EXPLORATION
+        expected += nodes[row].probability + EXPLORATION
         value = expected - step.rate * memory.costs[row + 1]
         if value > best_value:
             best, best_value = row + 1, value
@@ -129,7 +115,7 @@ def choose(memory: Memory) -> int:
 
 @compiled
 def expected_tokens(memory: Memory) -> float:
-    """F of the grown tree, uncorrected."""
+    """F of the grown tree."""
     nodes = memory.tree.nodes
     expected = 0.0
     for row in range(memory.tree.sizes[0].rows):

@@ -250,11 +250,11 @@ class SequenceMemory:
         memory.noise[position % len(memory.noise_positions)] = noise
         memory.noise_positions[position % len(memory.noise_positions)] = position
 
-    def grow(self, limit: int, max_depth: int, rate: float = 1.0, bias: float = 1.0) -> int:
+    def grow(self, limit: int, max_depth: int, rate: float = 1.0) -> int:
         """Grow a tree of at most ``limit`` rows. Returns the number of rows that pay off.
 
         Args:
-            rate, bias: r and the correction of F; see ``rows``.
+            rate: r; see ``rows``.
         """
         limit = min(limit, self.size)
         for source in self._on:
@@ -266,13 +266,13 @@ class SequenceMemory:
             if self._shared:
                 self._catch_up()
                 self._refer()
-            result = tree_growth.grow_tree(self._packed, limit, max_depth, rate, bias, True)
+            result = tree_growth.grow_tree(self._packed, limit, max_depth, rate, True)
             while result != tree_growth.COMPLETE:
                 if result == tree_growth.NOISE_WANTED:
                     self._keep_noise(int(self._depth[self._wanted[0]]))
                 else:
                     self.served += self.sources[result - tree_growth.SERVICE_WANTED].serve(self.memory)
-                result = tree_growth.grow_tree(self._packed, limit, max_depth, rate, bias, False)
+                result = tree_growth.grow_tree(self._packed, limit, max_depth, rate, False)
 
         # Most trees are small, so one read is enough.
         chosen, self.rows, *nodes = self._drafted[: 2 + 2 * SMALL_TREE].tolist()
@@ -281,13 +281,13 @@ class SequenceMemory:
         self._tokens, self._parents = nodes[0 : 2 * self.rows : 2], nodes[1 : 2 * self.rows : 2]
         return int(chosen)
 
-    def grow_chain(self, limit: int, max_depth: int, rate: float = 1.0, bias: float = 1.0) -> int:
+    def grow_chain(self, limit: int, max_depth: int, rate: float = 1.0) -> int:
         """Grow the chain with the most expected accepted tokens. Returns the number of rows that pay off."""
         # The searched tree has more rows than the chain, so the slope at its number of rows does not apply.
         slopes = self.memory.slopes.copy()
         self.memory.slopes[:] = slopes[1 : max(2, limit)].min()
         try:
-            self.grow(self.size, min(max_depth, limit - 1), rate, bias)
+            self.grow(self.size, min(max_depth, limit - 1), rate)
         finally:
             self.memory.slopes[:] = slopes
         self._keep_best_chain()

@@ -288,13 +288,13 @@ def _take(memory: Memory, limit: int, max_depth: int) -> int:
 
 
 @entry
-def grow_tree(memory: Memory, limit: int, max_depth: int, rate: float, bias: float, fresh: bool) -> int:
+def grow_tree(memory: Memory, limit: int, max_depth: int, rate: float, fresh: bool) -> int:
     """Grow a tree of at most ``limit`` nodes and depth ``max_depth``, and fill in ``memory.drafted``.
 
     Growth ends early when no further row can pay off (``rows.pays``).
 
     Args:
-        rate, bias: r and the correction of F; see ``rows``.
+        rate: r; see ``rows``.
         fresh: whether to begin a new tree.
 
     Returns:
@@ -305,7 +305,6 @@ def grow_tree(memory: Memory, limit: int, max_depth: int, rate: float, bias: flo
     tree = memory.tree
     step = memory.step[0]
     step.rate = rate
-    step.bias = bias
     if fresh:
         tree.sizes[0].rows = 0
         add(memory, -1, step.last, 1.0)
