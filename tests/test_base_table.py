@@ -14,7 +14,19 @@ from lookahead.drafters import Adaptive, Plain, as_drafter
 from lookahead.drafters.adaptive import base_files, heads
 from lookahead.drafters.adaptive.sources import base_table
 from lookahead.drafters.adaptive.sources.base_table import ABSENT, NO_TRIE, STEP, open_table, save_table
-from lookahead.learning.table import LEAST, SHORTER, WIDTH, Places, build, count_kinds, levels_of, trie_of
+from lookahead.learning import table as learned
+from lookahead.learning.table import (
+    LEAST,
+    SHORTER,
+    WIDTH,
+    Places,
+    build,
+    count_kinds,
+    joined,
+    levels_in,
+    levels_of,
+    trie_of,
+)
 from lookahead.learning.text_parts import Text
 from lookahead.sampling.processors import Temperature
 from lookahead.testing import FakeTarget, assert_same_as_autoregressive, repetitive_text, run
@@ -436,3 +448,20 @@ def test_the_package_brings_the_table_of_its_default_model():
     assert all(trials.sum() > 1000 for _, trials in table.counts.values())
     packed = zlib.compress(file.read_bytes())
     assert len(packed) < 4_000_000
+
+
+def test_entries_of_a_wider_table_join_new_ones(monkeypatch):
+    """The table included for the default model has eight tokens in an entry."""
+    monkeypatch.setattr(learned, "WIDTH", 2 * WIDTH)
+    wide = build(texts(200), V)[0]
+    monkeypatch.undo()
+    assert wide.logs.shape[1] == 2 * WIDTH
+    assert (wide.logs[:, WIDTH] != ABSENT).any()
+    own = levels_of([Places.of_corpus([np.array([7, 8, 9, 10, 11])])], V)
+    trie = trie_of(joined(levels_in(wide, V), own), V)
+    assert trie.logs.shape[1] == WIDTH
+    for context in ((4, 3, 5), (5, 6, 69_000)):
+        old, new = (base_table.find_entry(table, *context) for table in (wide, trie))
+        assert old >= 0
+        assert (wide.logs[old, :WIDTH] == trie.logs[new]).all()
+    assert base_table.candidate(trie, base_table.find_entry(trie, 7, 8, 9), 0) == 10
