@@ -20,6 +20,8 @@ PLAIN, DEFAULT, FIXED, PAPERS = "plain", "adaptive", "adaptive:rows=4", "lookahe
 NO_TABLE = "adaptive:sources=suffix+logits+jacobi"
 #: Kinds of text -> their data sets.
 KINDS = {"prose": ("mt-bench",), "code": ("humaneval", "mbpp", "classeval")}
+#: The size of a model in its file's name.
+SIZE = re.compile(r"-(\d+(?:\.\d+)?[BM])\b")
 #: Sizes without records of their own on the first page -> the records that stand in for them.
 INSTEAD = {"135M": "bench-packed"}
 NAMES = {
@@ -110,15 +112,16 @@ class Measured:
         return max(own, key=lambda name: self.of(name).rate_all)
 
 
+def millions(size: str) -> float:
+    """Parameters of a model by its size, as "0.5B"."""
+    return float(size[:-1]) * {"B": 1000, "M": 1}[size[-1]]
+
+
 def shown_models() -> dict[str, Measured]:
     """Size -> the records of the first page, ``speed-SIZE``, the largest model first."""
     files = [path.name.removesuffix(".jsonl.gz") for path in (RESULTS / "records").glob("speed-*.jsonl.gz")]
     names = INSTEAD | {name.removeprefix("speed-").upper(): name for name in files}
-
-    def parameters(size: str) -> float:
-        return float(size[:-1]) * {"B": 1000, "M": 1}[size[-1]]
-
-    sizes = sorted(filter(lambda size: has_records(names[size]), names), key=parameters, reverse=True)
+    sizes = sorted(filter(lambda size: has_records(names[size]), names), key=millions, reverse=True)
     return {size: Measured(names[size]) for size in sizes}
 
 

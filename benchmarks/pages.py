@@ -13,15 +13,17 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from . import chart, startup
+from . import chart, kinds, startup
 from .measured import (
     DEFAULT,
     DOCS,
+    FIXED,
     KINDS,
     NO_TABLE,
     PAPERS,
     PLAIN,
     RESULTS,
+    SIZE,
     Measured,
     corpus_lines,
     equal,
@@ -321,7 +323,102 @@ def s_by_rows() -> Values:
         "prose": of("prose", "s"),
         "code": of("code", "s"),
         "speed": of("prose", "speed"),
+        "kinds": kinds_section(),
     }
+
+
+#: The measurement of S by kind of text (``benchmarks.kinds``), and the types whose c(k) stands beside it.
+BY_KIND, COSTS = "kinds", {"1B": "c(k), 1B", "own": "c(k), 135M"}
+
+
+def kinds_lines() -> dict[str, list[dict[str, Any]]]:
+    """Size of a model -> its lines; nothing before they were measured."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in figures_of(BY_KIND) if (RESULTS / f"{BY_KIND}.json").is_file() else ():
+        size = SIZE.search(line["model"])
+        found.setdefault(size[1] if size else line["model"], []).append(line)
+    return found
+
+
+def kinds_chart() -> tuple[str, str]:
+    """(the chart, what it shows): S by rows on all kinds of text, without a table and with the corpus's."""
+    series: dict[str, dict[int, float]] = {}
+    for size, lines in kinds_lines().items():
+        for state in ("cold", "corpus"):
+            own = [x for x in lines if x["state"] == state and not x["temperature"]]
+            counts = sorted({x["rows"] for x in own})
+            series[f"{size}, {state}"] = {k: kinds.s_of([x for x in own if x["rows"] == k]) for k in counts}
+    title, foot = "S by the rows of a step, all kinds of text", where(BY_KIND)
+    told = (f"{name} {min(y.values()):.2f} to {max(y.values()):.2f}" for name, y in series.items())
+    return chart.lines(title, "rows of a step", "S, tokens per step", series, foot), "; ".join(told)
+
+
+def kinds_section() -> str:
+    """S by rows and kind of text, beside what rows cost."""
+    models = kinds_lines()
+    if not models:
+        return ""
+    states = {size: list(dict.fromkeys(x["state"] for x in lines)) for size, lines in models.items()}
+
+    def cell(size: str, **wanted: Any) -> str:
+        """S of a model in each of its states."""
+        own = [x for x in models[size] if wanted.items() <= x.items()]
+        return " / ".join(kinds.shown([x for x in own if x["state"] == state]) for state in states[size])
+
+    # All kinds, beside the costs; then by kind, in two parts that fit the page; then sampled.
+    costs = {x["type"]: x["t"] for x in figures_of("packed-step")}
+    heads = [f"{size}: {' / '.join(names)}" for size, names in states.items()]
+    every = [
+        [
+            str(k),
+            *(cell(size, rows=k, temperature=0.0) for size in models),
+            *(
+                f"{t[str(k)]['ours'] / t['1']['ours']:.2f}" if str(k) in t else "–"
+                for t in map(costs.get, COSTS)
+            ),
+        ]
+        for k in kinds.ROWS
+    ]
+    half = len(kinds.ROWS) // 2
+    by_kind = [
+        table(
+            [head, *(f"{k} rows" for k in part)],
+            [
+                [kind, *(cell(size, rows=k, temperature=0.0, kind=kind) for k in part)]
+                for kind in kinds.PROMPTS
+            ],
+        )
+        for size, head in zip(models, heads, strict=True)
+        for part in (kinds.ROWS[:half], kinds.ROWS[half:])
+    ]
+    columns = [(k, t) for k in kinds.SAMPLED_ROWS for t in kinds.TEMPERATURES]
+    sampled = [[size, *(cell(size, rows=k, temperature=t) for k, t in columns)] for size in models]
+    # What the sentences say: of the largest model's default, and what four rows cost where speeds were measured.
+    largest, lines = next(iter(models.items()))
+    lines = [x for x in lines if x["state"] == "corpus" and not x["temperature"]]
+    at_four = sorted((x for x in lines if x["rows"] == 4), key=lambda x: kinds.s_of([x]))
+    low, high = at_four[0], at_four[-1]
+    fixed = {size: own.of(FIXED) for size, own in shown_models().items() if FIXED in own.methods}
+    four = ", ".join(f"{x.s_steps / x.total:.2f} ({size})" for size, x in fixed.items())
+    values = {
+        "alt": kinds_chart()[1],
+        "largest": largest,
+        "low": f"{kinds.shown([low])} ({low['kind']})",
+        "high": f"{kinds.shown([high])} ({high['kind']})",
+        "many": kinds.shown([x for x in lines if x["rows"] == kinds.ROWS[-1]]),
+        "all": table(["rows", *heads, *COSTS.values()], every),
+        "where_cost": where("packed-step"),
+        "four": f" On the machine of [the speeds](speed.md), four rows cost {four}, drafting included."
+        if four
+        else "",
+        "by_kind": "\n\n".join(by_kind),
+        "sampled": table(["", *(f"{k} rows, T = {t:g}" for k, t in columns)], sampled),
+        "prompts": low["prompts"],
+        "steps": round(fmean(x["steps"] for x in at_four)),
+        "tokens": facts_of(BY_KIND)["new_tokens"],
+    }
+    words = (QUESTIONS / "kinds.txt").read_text(encoding="utf-8").strip()
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: str(values[match[1]]), words)
 
 
 def paper() -> Values:
@@ -700,8 +797,9 @@ PAGES: dict[str, tuple[Callable[[], Values], tuple[str, ...]]] = {
 def shown_on(name: str) -> list[str]:
     """The measurements that a page shows."""
     more = [own.name for own in shown_models().values()] if name == "speed" else []
-    if name == "same-text" and (RESULTS / f"{REFEREE}.json").is_file():
-        more = [REFEREE]
+    for page, measurement in (("same-text", REFEREE), ("s-by-rows", BY_KIND)):
+        if name == page and (RESULTS / f"{measurement}.json").is_file():
+            more = [measurement]
     return list(dict.fromkeys([*more, *PAGES[name][1]]))
 
 
@@ -801,6 +899,8 @@ def files() -> dict[Path, str]:
     if corpus_lines():
         made_here[RESULTS / "corpus.svg"] = corpus_chart()
         made_here[RESULTS / "corpus.zh.svg"] = in_chinese(made_here[RESULTS / "corpus.svg"])
+    if kinds_lines():
+        made_here[RESULTS / "kinds.svg"], _ = kinds_chart()
     for name in ("README.md", "README.zh.md", "docs/index.md", "docs/zh/index.md"):
         made_here[ROOT / name] = with_blocks((ROOT / name).read_text(encoding="utf-8"), name)
     for name, picture in (

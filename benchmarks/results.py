@@ -79,9 +79,7 @@ TRIED = {**OPENVINO, LLAMA_SERVER: tuple(mode.replace(" ", ":") for mode in MODE
 FASTEST, FASTEST_DEFAULT = "fastest", "fastest-default"
 #: The default drafter for a model without a base table.
 NO_TABLE = measured.NO_TABLE
-#: The measurements of README's chart are named by the size of the model, as in its file's name.
-SIZE = re.compile(r"-(\d+(?:\.\d+)?[BM])\b")
-#: How each prompt of them is decoded: five prompts of each set, in two runs, take 15 minutes with 1.5B.
+#: How each prompt of README's chart is decoded: five prompts of each set, in two runs, take 15 minutes with 1.5B.
 SPEED_SETS, SPEED_PROMPTS, SPEED_RUNS, SPEED_TOKENS = ("mt-bench", "humaneval"), 5, 2, 96
 #: Data sets of llama.cpp's own examples.
 EXAMPLES = ("stdlib", "humaneval", "mt-bench")
@@ -102,7 +100,7 @@ USED_BY = {
     "src/lookahead/integrations/llm_plugin.py": (),
     "src/lookahead/server/*": ("serve",),
     "src/lookahead/integrations/ray_serve.py": (),
-    "src/lookahead/learning/*": ("trained",),
+    "src/lookahead/learning/*": ("trained", "kinds"),
     "src/lookahead/parallel/*": ("parallel",),
     "src/lookahead/hf/attention/*triton.py": (),
     "src/lookahead/referee/*": (),
@@ -141,6 +139,7 @@ FOR_SOME = {
     "llamacpp_examples": ("servers.py", "llamacpp_server.py", "llamacpp_build.py", "outcomes.py"),
     "vllm": ("vllm_run.py", "chain_s.py"),
     "trained": ("drafters/*", "peers.py", "rows.py"),
+    "kinds": ("kinds.toml",),
 }
 #: A folder with a Python that has vLLM and this package; the file that `make vllm` writes last is in it.
 VLLM = Path("build/vllm-0.32.0")
@@ -367,6 +366,10 @@ def steps(given: Sources) -> list[Step]:
     words += ["--clients", "1,2,4,16,64", "--requests", 2, "--repeats", 4, "--out", "docs/results"]
     plan("serve", 8 if "--bin" in words else 6, "serve", *words)
     plan("rows", 1.75 * given.half, "rows", *data, "--prompts", given.half)
+    if files:  # records must not reveal this machine's folders
+        words = [part for file in files for part in ("--model", _linked(file))]
+        minutes = sum(0.008 * measured.millions(_size(file)) + 1 for file in files)
+        plan("kinds", minutes, "kinds", *words)
     # Packed weights: how close they are, and what a step costs.
     if model is not None:
         plan("packed-accuracy", 3, "packed_accuracy", model, *data)
@@ -468,14 +471,20 @@ def _packed(given: Sources) -> list[Step]:
     return planned
 
 
-def _speed(given: Sources, file: Path) -> Step:
-    """A model on prose and code: plain, the default, four rows, and llama.cpp in its fastest files and modes."""
-    size = SIZE.search(file.stem)
+def _size(file: Path) -> str:
+    """The size of a model in its file's name."""
+    size = measured.SIZE.search(file.stem)
     if size is None:
         raise SettingsError(
             f"--model must have its size in its name, as in Llama-3.2-1B.gguf, got {file.name}"
         )
-    minutes = float(size[1][:-1]) * (1 if size[1][-1] == "B" else 0.001) * 9 + 1.5
+    return size[1]
+
+
+def _speed(given: Sources, file: Path) -> Step:
+    """A model on prose and code: plain, the default, four rows, and llama.cpp in its fastest files and modes."""
+    size = _size(file)
+    minutes = 0.009 * measured.millions(size) + 1.5
     q4_0 = Path(f"build/results/{_stem(file)}.Q4_0.gguf")  # made here, or before
     if find_spec("llama_cpp") is not None:
         q4_0 = _converted(file, "Q4_0")
@@ -485,7 +494,7 @@ def _speed(given: Sources, file: Path) -> Step:
     servers = [f"{LLAMA_SERVER}:{file}", f"{LLAMA_SERVER}:{q4_0}", f"{LLAMA_SERVER}:{q4_0}:{FASTEST}"]
     methods = [measured.DEFAULT, measured.FIXED, *dict.fromkeys(servers)]
     words = _beside(file, SPEED_SETS, given, SPEED_PROMPTS, SPEED_RUNS, methods)
-    return _to_records(f"speed-{size[1].lower()}", [*words, "--max-new-tokens", str(SPEED_TOKENS)], minutes)
+    return _to_records(f"speed-{size.lower()}", [*words, "--max-new-tokens", str(SPEED_TOKENS)], minutes)
 
 
 def _beside_transformers(given: Sources) -> Step:

@@ -54,15 +54,13 @@ def test_lines_of_this_commit_are_not_measured_again(tmp_path, monkeypatch):
         return {"prompts": len(prompts), "new": 3 * rows, "steps": rows}
 
     origin = {"model": "A-1B.gguf", "commit": "c", "new_tokens": 64}
-    made = SimpleNamespace(
-        origin=origin, llm=SimpleNamespace(parameter_count=2e9), tables={"cold": None}, measure=measure
-    )
+    made = SimpleNamespace(origin=origin, tables={"cold": None}, measure=measure)
     monkeypatch.setattr(kinds, "Runner", lambda *given: made)
-    given = Namespace(model=[None], threads=None, new_tokens=64, few=10**9, records=tmp_path / "r")
+    given = Namespace(model=[None], threads=None, new_tokens=64, records=tmp_path / "r")
     lines = kinds.measure(given)
     combinations = len(kinds.ROWS) + 2 * len(kinds.SAMPLED_ROWS)
     assert len(lines) == len(asked) == combinations * len(CATEGORIES)
-    assert {(rows, count) for _, _, rows, count in asked} == {(n, 2 if n < 32 else 1) for n in kinds.ROWS}
+    assert {(rows, count) for _, _, rows, count in asked} == {(n, 2) for n in kinds.ROWS}
     assert "| A-1B.gguf | cold | 0 | 3.00 |" in kinds.body(lines)[0]
     asked.clear()
     assert kinds.measure(given) == lines

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chart, measured, packed_step, page, pages
+from benchmarks import chart, kinds, measured, packed_step, page, pages
 from benchmarks.quiet import WHOSE_LOAD, processor
 from lookahead.bench.record import environment
 
@@ -87,6 +87,47 @@ def test_the_text_of_a_table_has_a_section_once_it_was_measured(tmp_path, monkey
     assert "| Q-1.5B, prose, 4 rows | 1.20 | 1.40 (50,000), 1.55 (500,000) |" in text
     assert "Q-1.5B: a processor, 2 cores, commit 0123456." in text
     assert "50,000" in pages.corpus_chart()
+
+
+def test_kinds_of_text_have_a_section_once_they_were_measured(tmp_path, monkeypatch):
+    """The record of benchmarks.kinds, with a model that has one state more than the other."""
+    assert bool(pages.kinds_section()) == (RESULTS / "kinds.json").is_file()
+    models = {"Q-1.5B-Instruct.Q4_K_M.gguf": 1.0, "SmolLM2-135M-Instruct.Q4_1.gguf": 2.0}
+    states = {"cold": 1.0, "corpus": 1.25, "included": 1.5}
+    lines = [
+        {"model": model, "state": state, "temperature": t, "rows": k, "kind": kind, "prompts": 2}
+        | {"new": round(400 * of_model * more * (1 + k / 64 + n / 20)), "steps": 400}
+        for model, of_model in models.items()
+        for state, more in states.items()
+        if state != "included" or "135M" in model
+        for k in kinds.ROWS
+        for t in (kinds.TEMPERATURES if k in kinds.SAMPLED_ROWS else (0.0,))
+        for n, kind in enumerate(kinds.PROMPTS)
+    ]
+    facts = {"command": "c", "where": "a processor, 2 cores, 1 threads, commit 0123456789ab, A and B"}
+    for name in ("packed-step.json", "records"):
+        (tmp_path / name).symlink_to(RESULTS / name)
+    (tmp_path / "kinds.json").write_text(json.dumps({**facts, "figures": lines, "new_tokens": 48}))
+    for module in (measured, pages):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    text = pages.kinds_section()
+    assert (
+        "S of the 1.5B model at four rows ranges from 1.33 (coding) to 1.95 (writing); at 64 rows it is 2.81"
+        in text
+    )
+    assert (
+        "\n| rows | 1.5B: cold / corpus | 135M: cold / corpus / included | c(k), 1B | c(k), 135M |\n" in text
+    )
+    assert re.search(r"\n\| 4 \| 1\.31 / 1\.64 \| 2\.62 / 3\.28 / 3\.94 \| 1\.46 \| 1\.25 \|\n", text)
+    assert re.search(r" four rows cost \d\.\d\d \(1\.5B\), .*, drafting included\.\n", text)
+    for row in re.findall(r"^\|.*\|$", text, re.M):
+        assert row.count("|") <= 8
+        assert len(row) < 150
+    for kind in kinds.PROMPTS:
+        assert len(re.findall(rf"^\| {kind} \|", text, re.M)) == 4, "two models, in two parts each"
+    assert "2 of each kind with at most 48 new tokens" in text
+    assert "1.5B, corpus 1.60 to 2.81" in pages.kinds_chart()[1]
+    assert pages.shown_on("s-by-rows") == ["kinds", "trained"]
 
 
 def test_the_referee_has_a_section_once_it_judged_engines(tmp_path, monkeypatch):

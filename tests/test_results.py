@@ -51,7 +51,7 @@ OTHERS = ["dynamics", "pass-rate", "batch-size", "exact"]
 PACKED = ["bench-packed", "bench-packed-sampled", "bench-packed-head"]
 SPEED = ["speed-1.5b", "speed-0.5b", "speed-135m"]
 EVERY_PAGE = [*SPEED, "llamacpp-examples", "bench-openvino", *PACKED]
-EVERY_PAGE += ["startup", "serve", "rows"]
+EVERY_PAGE += ["startup", "serve", "rows", "kinds"]
 EVERY_PAGE += ["packed-accuracy", "packed-step", *OTHERS, "bench-bf16", "vllm", *results.STUDY, "trained"]
 
 
@@ -89,6 +89,10 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
         "--out build/results/speed-1.5b"
     )
     assert sum(pages[name].minutes for name in SPEED) < 25
+    assert " ".join(pages["kinds"].words[1:]) == (
+        "benchmarks.kinds --model build/results/Q-1.5B-Instruct.Q4_K_M.gguf "
+        "--model build/results/Q-0.5B.Q4_K_M.gguf --model build/results/SmolLM2-135M.Q4_1.gguf"
+    )
     assert pages["rows"].words[-2:] == ("--prompts", "5")
     tried = " ".join(pages["bench-openvino"].words)
     for head, settings in results.OPENVINO.items():
@@ -106,7 +110,7 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     small, _ = plan(["llama_cpp"], limit=1, llamacpp_bin=tmp_path / "bin")
     assert "--limit 2 " in " ".join(small["bench-packed-sampled"].words)
     assert "--limit 1 " in " ".join(small["llamacpp-examples"].words)
-    for limit, most in ((8, 190), (10, 220)):  # an evening on two quiet cores
+    for limit, most in ((8, 215), (10, 240)):  # an evening on two quiet cores
         pages, _ = plan(
             ["llama_cpp", "openvino_genai", "nncf"], limit=limit, llamacpp_bin=tmp_path / "bin", models=models
         )
