@@ -17,7 +17,15 @@ from .paper import committed
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS = DOCS / "results"
 PLAIN, DEFAULT, FIXED, PAPERS = "plain", "adaptive", "adaptive:rows=4", "lookahead:15,5,15"
-NO_TABLE = "adaptive:sources=suffix+logits+jacobi"
+NO_TABLE, FIXED_NO_TABLE = (f"{name}:sources=suffix+logits+jacobi" for name in (DEFAULT, FIXED))
+#: Beginnings of methods with a table of ``lookahead learn``; its file follows.
+LEARNED, FIXED_LEARNED = (f"{name}:table=" for name in (DEFAULT, FIXED))
+#: What the default starts with -> it, and four rows in every step.
+STATES = {
+    "without a table": (NO_TABLE, FIXED_NO_TABLE),
+    "the default": (DEFAULT, FIXED),
+    "after `learn`": (LEARNED, FIXED_LEARNED),
+}
 #: Kinds of text -> their data sets.
 KINDS = {"prose": ("mt-bench",), "code": ("humaneval", "mbpp", "classeval")}
 #: The size of a model in its file's name.
@@ -29,6 +37,9 @@ NAMES = {
     DEFAULT: "**the default**",
     FIXED: "four rows in every step",
     NO_TABLE: "the default, without a table",
+    LEARNED: "the default, after `lookahead learn`",
+    FIXED_NO_TABLE: "four rows, without a table",
+    FIXED_LEARNED: "four rows, after `lookahead learn`",
     PAPERS: "the paper's (15, 5, 15)",
     LLAMA_SERVER: "llama.cpp",
     "adaptive:head=auto": "with the light head",
@@ -41,10 +52,14 @@ NAMES = {
 }
 
 
+def without_file(method: str) -> str:
+    """The name of a method without the file of its table, as in ``LEARNED``."""
+    return re.sub(r"(?<=:table=).*", "", method)
+
+
 def name_of(method: str) -> str:
     """The name of a method in tables."""
-    if method.startswith("adaptive:table"):
-        return "the default, after `lookahead learn`"
+    method = without_file(method)
     head, _, rest = method.partition(":")
     file, _, mode = rest.partition(":")
     kind = [suffix[1:] for suffix in Path(file).suffixes[-2:-1]]
@@ -92,6 +107,7 @@ class Measured:
         self._records: list[Record] = [record for record in records if "skipped" not in record]
         self._plain = plain_of(self._records)
         self.methods = list(dict.fromkeys(record["method"] for record in self._records))
+        self._named = {without_file(method): method for method in self.methods}
         self.model = re.sub(r"\.gguf$", "", self._records[0]["model"])
         # The default drafter; where it was not measured, the default without a base table.
         self.default = DEFAULT if DEFAULT in self.methods else NO_TABLE
@@ -101,9 +117,19 @@ class Measured:
         own = [x for x in self._records if x["method"] == method and (not sets or x["workload"] in sets)]
         return figures(own, self._plain)
 
-    def best_of_llama_cpp(self, sets: Sequence[str]) -> Figures:
-        """Figures of the fastest of llama.cpp's files and modes on these data sets."""
-        found = [self.of(name, sets) for name in self.methods if name.startswith(LLAMA_SERVER)]
+    def in_state(self, name: str, sets: Sequence[str]) -> tuple[Figures, Figures] | None:
+        """Figures of the default and of four rows in one of ``STATES``; None if they were not measured."""
+        both = [self._named[method] for method in STATES[name] if method in self._named]
+        return (self.of(both[0], sets), self.of(both[1], sets)) if len(both) == 2 else None
+
+    def best_of_llama_cpp(self, sets: Sequence[str], drafts: bool | None = None) -> Figures:
+        """Figures of the fastest of llama.cpp's files and modes on these data sets.
+
+        Args:
+            drafts: only modes that draft, or only those that do not; None for all.
+        """
+        names = [name for name in self.methods if name.startswith(LLAMA_SERVER)]
+        found = [self.of(name, sets) for name in names if drafts in (None, name.count(":") > 1)]
         return max((x for x in found if x.total == x.total), key=lambda x: x.total)  # a mode may have failed
 
     def fastest(self, begin: str) -> str:

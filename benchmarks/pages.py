@@ -24,6 +24,7 @@ from .measured import (
     PLAIN,
     RESULTS,
     SIZE,
+    STATES,
     Measured,
     corpus_lines,
     equal,
@@ -102,6 +103,22 @@ def speed_figures() -> dict[str, float]:
     return found
 
 
+def states_table() -> str:
+    """Times plain decoding by model, kind of text and table, with S at four rows; llama.cpp's best beside it.
+
+    A column that no model has records of is left out.
+    """
+    states = [name for name in STATES if any(own.in_state(name, ()) for own in shown_models().values())]
+    lines = []
+    for size, own in shown_models().items():
+        for kind, sets in KINDS.items():
+            found = [own.in_state(name, sets) for name in states]
+            cells = [f"{x[0].total:.2f} ×, S {x[1].s_steps:.2f}" if x else "–" for x in found]
+            cells += [f"{own.best_of_llama_cpp(sets, drafts).total:.2f} ×" for drafts in (False, True)]
+            lines.append([f"{size}, {kind}", *cells])
+    return table(["", *states, "llama.cpp, plain", "llama.cpp, n-grams"], lines)
+
+
 def speed() -> Values:
     models, facts = shown_models(), facts_of("bench-packed")
     first, packed, bf16 = next(iter(models.values())), Measured("bench-packed"), Measured("bench-bf16")
@@ -148,6 +165,7 @@ def speed() -> Values:
         "model": first.model,
         "told": "the default" if first.default == DEFAULT else "the default without a base table",
         **{name: f"{value:.2f}" for name, value in speed_figures().items()},
+        "states": states_table(),
         "models": "\n\n".join(parts),
         "default_model": f"{packed.model}, {where('bench-packed')}",
         "all_sets": table(["", "tokens/s", "times plain (95 %)", "over runs", "S", "equal"], all_sets),
@@ -842,6 +860,11 @@ def readme_blocks(chinese: bool = False) -> dict[str, str]:
     own = next(iter(shown_models().values()))
     machine, commit = made(facts_of(own.name))
     prose, prose_theirs, code, code_theirs = (f"{value:.1f}" for value in speed_figures().values())
+    # Times plain on each kind of text, without a table and after `learn`; empty if they were not measured.
+    cold, _, learned = (
+        [f"{x[0].total:.1f}" for sets in KINDS.values() if (x := own.in_state(state, sets))]
+        for state in STATES
+    )
     if chinese:
         told = own.model + ("" if own.default == DEFAULT else "，没有基础表")
         machine = machine.replace(" cores", " 核")
@@ -851,6 +874,9 @@ def readme_blocks(chinese: bool = False) -> dict[str, str]:
             f"相对 llama.cpp 最快时是 {prose_theirs} 和 {code_theirs} 倍（{machine}，commit {commit}，"
             "[全部模型和方法](docs/results/speed.md)）。"
         )
+        also = [f"没有表时是 {' 和 '.join(cold)} 倍"] if cold else []
+        also += [f"`lookahead learn` 十分钟后是 {' 和 '.join(learned)} 倍"] if learned else []
+        first += f"\n{'；'.join(also)}。" if also else ""
         words, comma, default = ("启动", "内存", "首次使用"), "，", "默认模型"
     else:
         told = own.model + ("" if own.default == DEFAULT else ", without a base table")
@@ -860,6 +886,9 @@ def readme_blocks(chinese: bool = False) -> dict[str, str]:
             f"llama.cpp at its best ({machine}, commit {commit}, "
             "[all models and methods](docs/results/speed.md))."
         )
+        also = [f"Without a table, it is {' and '.join(cold)} times plain decoding"] if cold else []
+        also += [f"after ten minutes of `lookahead learn`, {' and '.join(learned)} times"] if learned else []
+        first += f"\n{'; '.join(also)}." if also else ""
         words, comma, default = ("start", "memory", "first use"), ", ", "the default model"
     lines = []
     for name, cells in startup.cells(figures_of("startup")).items():

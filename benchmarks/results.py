@@ -81,6 +81,8 @@ FASTEST, FASTEST_DEFAULT = "fastest", "fastest-default"
 NO_TABLE = measured.NO_TABLE
 #: How each prompt of README's chart is decoded: five prompts of each set, in two runs, take 15 minutes with 1.5B.
 SPEED_SETS, SPEED_PROMPTS, SPEED_RUNS, SPEED_TOKENS = ("mt-bench", "humaneval"), 5, 2, 96
+#: Folder of tables of ``lookahead learn MODEL --minutes 10 --output FILE``, by the model's size.
+LEARNED = Path("build/learned")
 #: Data sets of llama.cpp's own examples.
 EXAMPLES = ("stdlib", "humaneval", "mt-bench")
 #: Weights of the trained drafters.
@@ -482,9 +484,17 @@ def _size(file: Path) -> str:
 
 
 def _speed(given: Sources, file: Path) -> Step:
-    """A model on prose and code: plain, the default, four rows, and llama.cpp in its fastest files and modes."""
+    """A model on prose and code: plain, the default and four rows, and llama.cpp in its fastest files and modes.
+
+    Ours are measured without a table, with the default's, and with that of ``lookahead learn`` if it is there.
+    """
     size = _size(file)
-    minutes = 0.009 * measured.millions(size) + 1.5
+    minutes = 0.011 * measured.millions(size) + 1.5
+    learned = LEARNED / f"{size.lower()}.safetensors"
+    is_there = (ROOT / learned).is_file()
+    if not is_there:
+        made = f"`lookahead learn {file.name} --minutes 10 --output {learned}` makes its table"
+        _left_out(f"speed-{size.lower()} after learning", why=made)
     q4_0 = Path(f"build/results/{_stem(file)}.Q4_0.gguf")  # made here, or before
     if find_spec("llama_cpp") is not None:
         q4_0 = _converted(file, "Q4_0")
@@ -492,9 +502,15 @@ def _speed(given: Sources, file: Path) -> Step:
         q4_0 = _linked(file)
     file = _linked(file)  # records must not reveal this machine's folders
     servers = [f"{LLAMA_SERVER}:{file}", f"{LLAMA_SERVER}:{q4_0}", f"{LLAMA_SERVER}:{q4_0}:{FASTEST}"]
-    methods = [measured.DEFAULT, measured.FIXED, *dict.fromkeys(servers)]
+    once = [measured.FIXED_NO_TABLE]  # only S is read of them
+    methods = [NO_TABLE, measured.DEFAULT, measured.FIXED]
+    if is_there:
+        once.append(f"{measured.FIXED_LEARNED}{learned}")
+        methods.insert(2, f"{measured.LEARNED}{learned}")
+    methods += [*once, *dict.fromkeys(servers)]
     words = _beside(file, SPEED_SETS, given, SPEED_PROMPTS, SPEED_RUNS, methods)
-    return _to_records(f"speed-{size.lower()}", [*words, "--max-new-tokens", str(SPEED_TOKENS)], minutes)
+    words += ["--max-new-tokens", str(SPEED_TOKENS), *(part for name in once for part in ("--once", name))]
+    return _to_records(f"speed-{size.lower()}", words, minutes)
 
 
 def _beside_transformers(given: Sources) -> Step:

@@ -66,9 +66,7 @@ def test_the_choice_maximises_the_rule_and_growth_stops_no_earlier(curve):
         costs, slopes = curve.table(41, 100)
         rate = 1 + rng.random()
         grown = Grown([1.0, *falling], costs, slopes, rate)
-        values = [
-            1 + sum(falling[: k - 1]) + EXPLORATION * (k - 1) - rate * costs[k] for k in range(1, 42)
-        ]
+        values = [1 + sum(falling[: k - 1]) + EXPLORATION * (k - 1) - rate * costs[k] for k in range(1, 42)]
         best = choose(grown)
         assert values[best - 1] == pytest.approx(max(values))
         assert all(pays(grown, k, falling[k - 1]) for k in range(1, best))

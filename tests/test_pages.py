@@ -89,6 +89,46 @@ def test_the_text_of_a_table_has_a_section_once_it_was_measured(tmp_path, monkey
     assert "50,000" in pages.corpus_chart()
 
 
+def test_columns_of_tables_are_shown_once_they_were_measured(monkeypatch):
+    """Without a table, and after `lookahead learn`: as fast here as the default, whose records stand in for them."""
+    head = "| the default | llama.cpp, plain | llama.cpp, n-grams |\n"
+    every = [method for own in pages.shown_models().values() for method in own.methods]
+    assert (measured.FIXED_NO_TABLE in every) != pages.states_table().startswith(f"|  {head}")
+    read = measured.committed.read
+    copies = {
+        measured.NO_TABLE: measured.DEFAULT,
+        measured.FIXED_NO_TABLE: measured.FIXED,
+        f"{measured.LEARNED}build/learned/a.safetensors": measured.DEFAULT,
+        f"{measured.FIXED_LEARNED}build/learned/a.safetensors": measured.FIXED,
+    }
+
+    def with_copies(path):
+        first, records = read(path)
+        if not path.name.startswith("speed-1.5b"):
+            return first, records
+        own = [x for x in records if x["method"] not in copies]
+        return first, own + [
+            x | {"method": new} for new, old in copies.items() for x in own if x["method"] == old
+        ]
+
+    monkeypatch.setattr(measured.committed, "read", with_copies)
+    text = pages.states_table()
+    assert text.startswith(
+        f"|  | without a table | the default | after `learn` {head.partition('default ')[2]}"
+    )
+    cells = re.search(r"^\| 1\.5B, prose \| (.*) \|$", text, re.M)[1].split(" | ")
+    assert cells[0] == cells[1] == cells[2]
+    assert re.fullmatch(r"\d\.\d\d ×, S \d\.\d\d", cells[0])
+    prose, code = (f"{pages.speed_figures()[kind]:.1f}" for kind in ("prose", "code"))
+    block = pages.readme_blocks()["speed"].splitlines()
+    assert block[1:] == [
+        f"Without a table, it is {prose} and {code} times plain decoding; after ten minutes of `lookahead learn`, "
+        f"{prose} and {code} times."
+    ]
+    assert f"没有表时是 {prose} 和 {code} 倍" in pages.readme_blocks(chinese=True)["speed"]
+    assert "| four rows, after `lookahead learn` |" in pages.speed()["models"]
+
+
 def test_kinds_of_text_have_a_section_once_they_were_measured(tmp_path, monkeypatch):
     """The record of benchmarks.kinds, with a model that has one state more than the other."""
     assert bool(pages.kinds_section()) == (RESULTS / "kinds.json").is_file()
