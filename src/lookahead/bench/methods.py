@@ -18,6 +18,7 @@ from typing import Any
 
 from ..core import Drafter, Engine, Request, SettingsError, Stats, Target
 from ..drafters import Adaptive, Lookahead, NGramPool, Plain, as_drafter
+from ..drafters.adaptive.base_files import wait_for_tables
 from ..drafters.adaptive.model_curves import measure_wanted
 from ..drafters.checks import all_settings
 from ..drafters.names import METHODS
@@ -66,13 +67,18 @@ class ModelUnderTest:
         )
 
     def prepare(self, drafter: Drafter) -> Drafter:
-        """The drafter prepared for the model, as in ``LLM``: with cost curve, base table and light head."""
+        """The drafter prepared for the model, as in ``LLM``: with cost curve, base table and light head.
+
+        At the first use of a model, this waits until its table is counted, and then measures its curve.
+        """
         target = self.target
         if self.model is None:
             return drafter
         prepare = Preparation(self.model, self.drafts, lambda: target)
-        prepared = prepare(drafter, target)
-        return prepare(drafter, target) if measure_wanted(self.model, lambda: target, notice) else prepared
+        prepare(drafter, target)
+        wait_for_tables()
+        measure_wanted(self.model, lambda: target, notice)
+        return prepare(drafter, target)
 
     def weights(self) -> int | None:
         """A checksum of samples of the weights: models of one name may differ. None if there is only a target."""
