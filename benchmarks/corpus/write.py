@@ -1,11 +1,13 @@
 """Let a model answer the requests of ``requests.toml``, and append its answers to a file of JSON lines.
 
     python -m benchmarks.corpus.write WRITER OUT.jsonl [--model FILE.gguf] [--only greedy] [--skip FILE ...]
+    python -m benchmarks.corpus.write WRITER OUT.jsonl --again CORPUS.jsonl.xz
 
 WRITER chooses the shares of the kinds of requests (``smollm2``, ``qwen`` or ``qwen-1.5b``). Even numbers are answered
 greedily, odd ones are sampled with their number as the seed, so a text does not depend on the others. Numbers that
-are in the file are skipped, so that an interrupted run can be continued. It ends at Ctrl-C or SIGTERM. Two processes,
-one with ``--only greedy`` and one with ``--only sampled``, use two cores better than two threads.
+are in the file are skipped, so that an interrupted run can be continued. It ends at Ctrl-C or SIGTERM, or with
+``--again`` when all requests that a packed corpus answers are answered. Two processes, one with ``--only greedy`` and
+one with ``--only sampled``, use two cores better than two threads.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ import argparse
 import json
 import lzma
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,17 @@ def read(file: Path) -> list[dict[str, Any]]:
     content = file.read_bytes()
     lines = (lzma.decompress(content) if file.suffix == ".xz" else content).split(b"\n")
     return [json.loads(line) for line in lines[:-1]]
+
+
+def answered_in(files: Iterable[Path], writer: str) -> set[int]:
+    """The numbers of the requests that a writer has answered in these files."""
+    return {text["number"] for file in files for text in read(file) if text["writer"] == writer}
+
+
+def again(writer: str, numbers: set[int]) -> Iterator[Ask]:
+    """The requests of these numbers."""
+    until = takewhile(lambda ask: ask.number <= max(numbers, default=-1), asks(writer))
+    return (ask for ask in until if ask.number in numbers)
 
 
 def write(llm: Any, writer: str, requests: Iterable[Ask], out: Path, batch: int) -> None:
@@ -99,6 +112,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", help="as for lookahead.load (default: the library's default model)")
     parser.add_argument("--skip", type=Path, nargs="*", default=[], help="files of answered requests")
+    parser.add_argument("--again", type=Path, help="answer the requests that this packed corpus answers")
     parser.add_argument("--only", choices=DECODED, help="answer only the requests that are decoded so")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int)
@@ -106,15 +120,16 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     with suppress(KeyboardInterrupt):
-        llm = lookahead.load(given.model, threads=given.threads)
-        skipped = {
-            text["number"] for file in given.skip for text in read(file) if text["writer"] == given.writer
-        }
+        skipped = answered_in(given.skip, given.writer)
+        every = asks(given.writer)
+        if given.again is not None:
+            every = again(given.writer, answered_in([given.again], given.writer))
         requests = (
             ask
-            for ask in asks(given.writer)
+            for ask in every
             if ask.number not in skipped and given.only in (None, DECODED[ask.number % 2])
         )
+        llm = lookahead.load(given.model, threads=given.threads)
         write(llm, given.writer, requests, given.out, given.batch)
 
 
