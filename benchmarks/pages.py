@@ -870,7 +870,7 @@ def readme_blocks(chinese: bool = False) -> dict[str, str]:
         machine = machine.replace(" cores", " 核")
         first = (
             f"使用 {told}：**散文是普通解码的 {prose} 倍，代码是 {code} 倍**，"
-            "无需训练（它的表在首次使用时于后台统计），"
+            "无需训练（首次使用时，后台会统计一张模型常写内容的表），"
             f"相对 llama.cpp 最快时是 {prose_theirs} 和 {code_theirs} 倍（{machine}，commit {commit}，"
             "[全部模型和方法](docs/results/speed.md)）。"
         )
@@ -881,9 +881,9 @@ def readme_blocks(chinese: bool = False) -> dict[str, str]:
     else:
         told = own.model + ("" if own.default == DEFAULT else ", without a base table")
         first = (
-            f"With {told}: **{prose} times plain decoding on prose, {code} on code**, with nothing to train (its "
-            f"table is counted in the background at the first use), and {prose_theirs} and {code_theirs} times "
-            f"llama.cpp at its best ({machine}, commit {commit}, "
+            f"With {told}: **{prose} times plain decoding on prose, {code} on code**, with nothing to train (a "
+            f"table of what models write is counted in the background at the first use), and {prose_theirs} and "
+            f"{code_theirs} times llama.cpp at its best ({machine}, commit {commit}, "
             "[all models and methods](docs/results/speed.md))."
         )
         also = [f"Without a table, it is {' and '.join(cold)} times plain decoding"] if cold else []
