@@ -360,7 +360,9 @@ def steps(given: Sources) -> list[Step]:
     words = []
     if model is not None and given.llamacpp_bin is not None and has_llama_cpp:
         words = ["--bin", given.llamacpp_bin]
-    plan("startup", 2, "startup", *words)
+    if given.models:  # the smallest first
+        words += ["--larger", *map(_linked, reversed(given.models))]
+    plan("startup", 2 + 2 * len(given.models), "startup", *words)
     words = [model] if model is not None else []
     if model is not None and given.llamacpp_bin is not None:  # in the format that llama.cpp is fastest in
         file = _converted(model, "Q4_0")
