@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from dataclasses import replace
 from threading import Thread
 from types import SimpleNamespace
 
@@ -71,7 +72,8 @@ def loaded(toy_plain):
 
 def forget(llm):
     """Let curves be read from disk again, as in another process."""
-    llm.model.state.pop("curves", None)
+    for name in ("curves", "outdated curve"):
+        llm.model.state.pop(name, None)
 
 
 @pytest.fixture
@@ -244,7 +246,7 @@ def test_a_curve_of_something_else_is_measured_again_with_a_notice(llm, name, ot
     assert saved_for(llm) == curve != CURVE
 
 
-WHOLE = {"format": model_curves.FORMAT, "drafting": 0.1}
+WHOLE = {"format": model_curves.FORMAT, "drafting": 0.1, "plain": 0.01}
 DAMAGED = {
     "empty": "",
     "a list": "[]",
@@ -357,6 +359,22 @@ def test_the_first_text_does_not_wait_for_the_curve(llm, monkeypatch):
     forget(llm)
     llm.generate([5, 9, 14], max_new_tokens=6)
     assert len(measured) == 1
+
+
+@pytest.mark.parametrize(
+    ("plain", "tokens", "again"), [(100.0, 60, 1), (1e-9, 60, 0), (0.0, 60, 0), (100.0, 3, 0)]
+)
+def test_a_curve_of_a_slower_machine_is_measured_again_once(llm, monkeypatch, plain, tokens, again):
+    """A text with enough steps shows it; a slow text, which other work may have disturbed, shows nothing."""
+    save_curve(curve_key(llm.model, llm.target()), replace(CURVE, plain=plain))
+    measured = []
+    new = CostCurve({64: {1: 1.0, 4: 2.0}}, 0.04, plain=90.0)
+    monkeypatch.setattr(measure, "measure", lambda target: measured.append(1) or (new, True))
+    for _ in range(2):
+        llm.generate([5, 9, 14], max_new_tokens=tokens, ignore_eos=True)
+        assert len(measured) == again
+    assert saved_for(llm) == (new if again else replace(CURVE, plain=plain))
+    assert Adaptive().prepare(llm.model, llm.target()).for_model.cost_curve == saved_for(llm)
 
 
 def test_a_model_is_not_measured_for_drafters_without_a_curve(llm, cache):

@@ -13,7 +13,7 @@ from secrets import randbits
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from .core import UNLIMITED_ROWS, Choose, Engine, Request, Result, SettingsError, Target, Update
+from .core import UNLIMITED_ROWS, Choose, Engine, Request, Result, SettingsError, Stats, Target, Update
 from .core.prefix_cache import with_prefixes
 from .drafters import Lookahead, as_drafter
 from .drafters.prepare import Preparation
@@ -397,15 +397,20 @@ class LLM:
                 if self.rank_group is not None and self.rank_group.error is not None:
                     raise self.rank_group.error  # no later prompt could be decoded
                 yield from updates
-                if any(update.result is not None for update in updates):
-                    self._measure()
+                for update in updates:
+                    if update.result is not None and engine.target is not None:
+                        self._measure(engine.target, update.result.stats)
 
-    def _measure(self) -> None:
-        """Measure the cost of steps, after the first text on a machine."""
-        if None in self.model.state.get("curves", {}).values():
-            from .drafters.adaptive.model_curves import measure_wanted
-            from .drafters.notice import notice
+    def _measure(self, target: Target, stats: Stats) -> None:
+        """Measure the cost of steps, after the first text on a machine or if that text shows that it has changed."""
+        curves = self.model.state.get("curves")
+        if not curves:
+            return
+        from .drafters.adaptive.model_curves import forget_outdated, measure_wanted
+        from .drafters.notice import notice
 
+        forget_outdated(self.model, target, stats)
+        if None in curves.values():
             with self.model.lock():
                 measure_wanted(self.model, self.target, notice)
 

@@ -40,6 +40,7 @@ class CostCurve:
     Attributes:
         rows: context length in tokens -> k -> the time of a pass of k rows, in passes of one row.
         drafting: the drafter's own work in a drafted step of one sequence, in plain steps.
+        plain: the time of a pass of one row, in seconds; 0 if unknown.
 
     Raises:
         SettingsError: there are no points, or a cost is not a positive number.
@@ -47,6 +48,7 @@ class CostCurve:
 
     rows: Mapping[int, Mapping[int, float]]
     drafting: float = 0.0
+    plain: float = 0.0
     _tables: dict[tuple[int, int, int], tuple[Any, Any]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -54,7 +56,8 @@ class CostCurve:
     def __post_init__(self) -> None:
         costs = [cost for points in self.rows.values() for cost in points.values()]
         numbers = all(isinstance(cost, (int, float)) and 0 < cost < 1e4 for cost in costs)
-        if not (numbers and self.rows and all(self.rows.values()) and 0 <= self.drafting < 1e4):
+        others = all(0 <= number < 1e4 for number in (self.drafting, self.plain))
+        if not (numbers and others and self.rows and all(self.rows.values())):
             raise SettingsError("a cost curve must have points, and every cost must be a positive number")
 
     @classmethod
@@ -70,7 +73,7 @@ class CostCurve:
             }
             for context, points in self.rows.items()
         }
-        return CostCurve(rows, max(self.drafting, other.drafting))
+        return CostCurve(rows, max(self.drafting, other.drafting), self.plain)
 
     def budget(self, sequences: int, captured: bool = False) -> int:
         """The row budget of a pass over this many sequences: as many rows as cost at most ``BUDGET`` plain passes,

@@ -55,7 +55,7 @@ def measure(target: Target, patience: float = PATIENCE) -> tuple[CostCurve, bool
         OutOfMemory: not even a plain step fits in memory.
     """
     rows = dict[int, dict[int, float]]()
-    drafting = list[float]()
+    drafting, fastest = list[float](), list[float]()
     steady = True
     for context in CONTEXTS:
         begin = perf_counter()
@@ -65,6 +65,7 @@ def measure(target: Target, patience: float = PATIENCE) -> tuple[CostCurve, bool
         plain = passes[1]
         rows[context] = fitted({number: min(some) for number, some in passes.items()})
         drafting.append(median(drafts) / min(plain))
+        fastest.append(min(plain))
         steady &= all(is_steady(some) for number, some in passes.items() if number <= CHECKED_ROWS)
         steady &= all(min(some) >= LEAST_COST * min(plain) for some in passes.values())
         if (perf_counter() - begin) * len(CONTEXTS) > 2 * patience:  # a slow model
@@ -73,7 +74,7 @@ def measure(target: Target, patience: float = PATIENCE) -> tuple[CostCurve, bool
         raise SettingsError(
             f"a cost curve needs steps of several rows after {CONTEXTS[0]} tokens, and this model has none"
         )
-    return CostCurve(rows, min(drafting)), steady
+    return CostCurve(rows, min(drafting), min(fastest)), steady
 
 
 def is_steady(seconds: Sequence[float]) -> bool:

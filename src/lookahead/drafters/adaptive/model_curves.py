@@ -19,18 +19,23 @@ from threading import RLock
 from typing import Any
 
 from ... import processor
-from ...core import NumericalError, OutOfMemory, SettingsError, Target
+from ...core import NumericalError, OutOfMemory, SettingsError, Stats, Target
 from ...model import Model
 from ...records import cache_folder, not_writable, read_json, replacing, require
 from ...threads import thread_count
 from .cost import CostCurve
 
 #: Format of the file; also incremented when a change makes compiled passes faster or slower.
-FORMAT = 7
+FORMAT = 8
 #: Devices on which rows are assumed to be nearly free until the curve of a model is measured.
 GPUS = ("cuda", "gpu")
 #: Seconds of ``lookahead tune``.
 TUNING = 10.0
+#: If a text's passes took less than this share of the time that the curve says, the machine was slower when the curve
+#: was measured. A slow memory makes rows look cheap, because a plain pass waits for the weights.
+FASTER = 0.8
+#: Fewest steps of such a text.
+ENOUGH_STEPS = 16
 #: Held while curves are measured, because two threads that measure at once disturb each other.
 measuring = RLock()
 
@@ -94,7 +99,7 @@ def save_curve(name: str, curve: CostCurve) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
-            content = {**_origin(name), "rows": curve.rows, "drafting": curve.drafting}
+            content = {**_origin(name), "rows": curve.rows, "drafting": curve.drafting, "plain": curve.plain}
             temporary.write_text(json.dumps(content))
     except OSError as error:
         instead = "the cost curve is not saved and is kept in memory for this process"
@@ -120,7 +125,7 @@ def load_curve(name: str, notice: Callable[[str], None]) -> CostCurve | None:
             int(context): {int(count): float(cost) for count, cost in points.items()}
             for context, points in content["rows"].items()
         }
-        return CostCurve(rows, float(content["drafting"]))
+        return CostCurve(rows, float(content["drafting"]), float(content["plain"]))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         notice(f"{path} must contain a cost curve, but does not ({error!r:.80}); measuring it again")
         return None
@@ -168,6 +173,24 @@ def measure_wanted(model: Model, make_target: Callable[[], Target], notice: Call
         known = {place: other for place, other in curves.items() if other is not None}
         model.state["curves"] = known | {_place(model, target): curve}
         return True
+
+
+def forget_outdated(model: Model, target: Target, stats: Stats) -> None:
+    """Forget the curve of a model, once in a process, if a text's passes were much faster than it says.
+
+    Args:
+        model: a loaded model.
+        target: the target that decoded the text.
+        stats: of the text. Passes that it shared with other sequences are slower, so they never suffice.
+    """
+    curves = model.state.get("curves", {})
+    curve = curves.get(_place(model, target))
+    if curve is None or runs_on_gpu(model) or stats.steps < ENOUGH_STEPS or "outdated curve" in model.state:
+        return  # a pass of a GPU goes on after its call has returned
+    passes = sum(number * float(curve.pass_cost(rows)) for rows, number in stats.rows_per_step.items())
+    if stats.seconds["forward"] < FASTER * curve.plain * passes:
+        model.state["outdated curve"] = {}
+        curves[_place(model, target)] = None
 
 
 def _place(model: Model, target: Target) -> tuple[str, ...]:
