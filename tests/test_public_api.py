@@ -2,11 +2,15 @@
 
 import inspect
 import re
+import tomllib
+from pathlib import Path
 from typing import get_overloads
 
 import pytest
 
 import lookahead
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_exported_names_are_exactly_these():
@@ -73,3 +77,10 @@ def test_generate_has_a_type_for_one_prompt_and_for_a_list():
         ("Sequence[OnePrompt]", "list[Result]"),
         ("torch.Tensor", "Result | list[Result]"),
     ]
+
+
+def test_the_version_is_the_same_everywhere():
+    version = lookahead.__version__
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version}, " in (ROOT / "CHANGELOG.md").read_text()
