@@ -172,6 +172,19 @@ def test_hits_are_counted_on_texts_that_were_held_out(given):
     assert everything.sum() > 0
 
 
+def test_own_text_outweighs_a_corpus(given):
+    """Three tokens that occur once in own text have an entry, and two occurrences in a corpus do not displace it."""
+    context, own, common = [40_001, 40_002, 40_003], 40_004, 40_005
+    best, odds = np.array([[own, 1, 2, 3]], np.int32), np.array([[0, -30, -30, -30]], np.float16)
+    once = Text(0, 0, 0.0, context, [own], best, odds)
+    for times, expected in ((2, own), (9, common)):
+        known = Places.of_corpus([np.array([*context, common])] * times)
+        trie = build([*given, once], V, corpus=known)[0]
+        node = base_table.find_entry(trie, *context)
+        assert base_table.order_of(trie, node) == 2
+        assert base_table.candidate(trie, node, 0) == expected
+
+
 @pytest.fixture
 def saved(tmp_path, given):
     trie, counts, learned = build(given, V)

@@ -31,6 +31,8 @@ MOST_CONTEXTS = 480_000
 #: The smallest number of occurrences in a corpus of a context of two or three tokens; others are left out early,
 #: because sorting them would take most of the time.
 LEAST_COUNT = 2
+#: Weight of an occurrence in a model's own text beside a corpus, where it counts as one.
+OWN = 4.0
 #: Weight of the shorter context's entry, in occurrences.
 SHORTER = 1.0
 #: Smallest probability to store.
@@ -401,8 +403,11 @@ def build(
         )
 
     def table(own: Places) -> Trie:
-        parts, least = ([own], 0) if corpus is None else ([own, corpus], LEAST_COUNT)
-        return trie_of(levels_of(parts, vocabulary, least=least), vocabulary, most)
+        if corpus is None:
+            levels = levels_of([own], vocabulary)
+        else:
+            levels = levels_of([own, corpus], vocabulary, [OWN, 1.0], LEAST_COUNT)
+        return trie_of(levels, vocabulary, most)
 
     counts = count_kinds(table(places.where(~places.held_out)), places.where(places.held_out))
     return table(places), counts, len(places)
