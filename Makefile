@@ -146,10 +146,10 @@ $(QWEN) $(QWEN_1_5B): | $(READY)
 	$(RUN)/python -m benchmarks.larger_model $@.parts $@
 	rm -r $@.parts
 
-# The answers of the package's corpus, written again and packed, must be those of the package, packed by today's rules. Two to three hours
+# The answers of the package's corpus, written again and packed, must be those of the package, packed by today's rules. Three to four hours
 # of one core; an interrupted run continues.
 CORPUS := src/lookahead/drafters/adaptive/tables/corpus.jsonl.xz
-WRITERS := smollm2 qwen=$(QWEN) qwen-1.5b=$(QWEN_1_5B)
+WRITERS := smollm2 qwen=$(QWEN) qwen-1.5b=$(QWEN_1_5B) qwen-code=$(QWEN) qwen-1.5b-code=$(QWEN_1_5B)
 corpus: $(QWEN) $(QWEN_1_5B)
 	for each in $(WRITERS); do writer=$${each%%=*}; model=$${each#$$writer}; \
 	  $(RUN)/python -m benchmarks.corpus.write $$writer build/corpus/$$writer.jsonl --again $(CORPUS) $${model:+--model $${model#=}} || exit; done

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 WORDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 LISTS, KINDS = WORDS["lists"], WORDS["kinds"]
+#: Names of the shares of the kinds.
+WRITERS = sorted({writer for kind in KINDS.values() for writer in kind["weights"]})
 
 
 class Ask(NamedTuple):
@@ -27,7 +29,7 @@ def asks(writer: str) -> Iterator[Ask]:
     Args:
         writer: which of the weights of the kinds to use.
     """
-    weights = [kind["weights"][writer] for kind in KINDS.values()]
+    weights = [kind["weights"].get(writer, 0) for kind in KINDS.values()]
     seen = set[str]()
     number = 0
     while True:

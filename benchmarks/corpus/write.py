@@ -3,7 +3,8 @@
     python -m benchmarks.corpus.write WRITER OUT.jsonl [--model FILE.gguf] [--only greedy] [--skip FILE ...]
     python -m benchmarks.corpus.write WRITER OUT.jsonl --again CORPUS.jsonl.xz
 
-WRITER chooses the shares of the kinds of requests (``smollm2``, ``qwen`` or ``qwen-1.5b``). Even numbers are answered
+WRITER chooses the shares of the kinds of requests (``smollm2``, ``qwen``, ``qwen-1.5b``, ``qwen-code`` or
+``qwen-1.5b-code``). Even numbers are answered
 greedily, odd ones are sampled with their number as the seed, so a text does not depend on the others. Numbers that
 are in the file are skipped, so that an interrupted run can be continued. It ends at Ctrl-C or SIGTERM, or with
 ``--again`` when all requests that a packed corpus answers are answered. Two processes, one with ``--only greedy`` and
@@ -28,7 +29,7 @@ from lookahead.drafters import Plain
 from lookahead.learning.self_text import loops
 from lookahead.options import Options
 
-from .requests import KINDS, Ask, asks
+from .requests import WRITERS, Ask, asks
 
 LONGEST = 320
 TEMPERATURE = 0.7
@@ -108,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("writer", choices=list(next(iter(KINDS.values()))["weights"]))
+    parser.add_argument("writer", choices=WRITERS)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", help="as for lookahead.load (default: the library's default model)")
     parser.add_argument("--skip", type=Path, nargs="*", default=[], help="files of answered requests")
