@@ -4,6 +4,8 @@ PYTHON ?= python3
 # PyTorch's own index (https://pytorch.org/get-started/locally gives the address):
 #   make test TORCH="--index-url https://download.pytorch.org/whl/cpu"
 TORCH ?=
+# A file of dist/ for test-wheel.
+WHEEL ?=
 VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -23,7 +25,7 @@ help:
 	@echo "make docs           build the site strictly, in build/site; make docs-serve rebuilds it as you edit"
 	@echo "make test-pages     test the site, the trace page and the server's page in headless Chromium"
 	@echo "make dist           build and check the sdist, and the wheels for Linux and macOS, in dist/"
-	@echo "make test-wheel     test the wheel with [serve] in empty environments, with every Python found"
+	@echo "make test-wheel     test the wheel with [serve] in empty environments, with every Python found (WHEEL=file of dist/)"
 	@echo "make licences       list the licences of all installed packages and of the data sets"
 	@echo "make soak           fuzzing, memory, long outputs, kills, damaged files (over an hour); writes build/soak.md"
 	@echo "make coverage       run all tests and report line coverage"
@@ -233,9 +235,10 @@ dist: $(VENV)/.release
 	for wheel in $(WHEELS); do LOOKAHEAD_WHEEL=$$wheel $(RUN)/python -m build --no-isolation --wheel --outdir dist || exit; done
 	$(RUN)/python -m twine check --strict dist/*
 
-# Tests the wheel with [serve] in an empty environment for each Python from 3.11 to 3.14 that is found; minutes each.
+# Tests a wheel in an empty environment for each Python from 3.11 to 3.14 that is found, with [serve] and without torch. Without
+# WHEEL, it builds one for this processor.
 test-wheel: $(VENV)/.release
-	$(RUN)/python scripts/test_wheel.py $(if $(TORCH),--torch '$(TORCH)')
+	$(RUN)/python scripts/test_wheel.py $(if $(WHEEL),--wheel $(WHEEL))
 
 licences: $(VENV)/.release
 	$(RUN)/python scripts/licences.py
