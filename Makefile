@@ -4,7 +4,7 @@ PYTHON ?= python3
 # PyTorch's own index (https://pytorch.org/get-started/locally gives the address):
 #   make test TORCH="--index-url https://download.pytorch.org/whl/cpu"
 TORCH ?=
-# A file of dist/ for test-wheel.
+# A file of dist/ for test-wheel and test-readme.
 WHEEL ?=
 VENV := .venv
 RUN := $(VENV)/bin
@@ -268,9 +268,10 @@ fix: $(READY)
 	$(RUN)/python docs/draw_server.py --write
 	$(RUN)/python -m benchmarks.results --readme
 
-# Follows the README as a reader would, in a new environment. TORCH selects the torch build here too.
+# Follows the README as a reader would, in a new environment. TORCH selects the torch build here too; WHEEL=file of dist/ is installed
+# instead of the folder.
 test-readme:
-	$(PYTHON) scripts/test_readme.py $(if $(TORCH),--torch '$(TORCH)')
+	$(PYTHON) scripts/test_readme.py $(if $(TORCH),--torch '$(TORCH)') $(if $(WHEEL),--wheel $(WHEEL))
 
 # Resumes after an interrupt and prints how long it takes. What it compares with is installed first; pages of what cannot be
 # installed here are left out.

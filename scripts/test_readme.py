@@ -1,8 +1,9 @@
 """Runs every code block of README.md, in order, in a fresh environment, as a new user would.
 
-    python scripts/test_readme.py [--torch '--index-url https://download.pytorch.org/whl/cpu'] [--keep DIR]
+    python scripts/test_readme.py [--torch OPTIONS] [--wheel FILE] [--keep DIR]
 
-The project is copied from git, so uncommitted files are missing. Blocks are handled by language:
+The project is copied from git, so uncommitted files are missing. With ``--wheel``, this wheel is installed instead of
+the copy. Blocks are handled by language:
 
 - ``bash``: each command is run as it is. ``MODEL`` is replaced by the bundled tiny model. ``lookahead serve`` runs in
   the background until the end. ``make`` and ``git clone`` are skipped, because CI runs make's targets itself.
@@ -58,9 +59,11 @@ class Reader:
     Args:
         folder: an empty folder.
         torch: pip options for installing torch; "" lets the README's own command install it.
+        wheel: what is installed instead of the project's folder, or None.
     """
 
-    def __init__(self, folder: Path, torch: str) -> None:
+    def __init__(self, folder: Path, torch: str, wheel: Path | None) -> None:
+        self.wheel = wheel
         # The project, from git.
         self.project = folder / "project"
         self.outside = folder / "outside"
@@ -127,6 +130,8 @@ class Reader:
             if not command or command.startswith(("#", "make ", "git clone")):
                 continue
             command = re.sub(r"\bMODEL\b", "tiny", command)
+            if self.wheel and command.startswith("pip install"):
+                command = re.sub(r" '?\.(\[.*\])?'?$", rf" '{self.wheel}\1'", command)
             print(f"  $ {command}", flush=True)
             if command.startswith("lookahead serve"):
                 self.serve(command)
@@ -200,11 +205,13 @@ def run(reader: Reader, text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--torch", default="", help="pip options for installing torch")
+    parser.add_argument("--wheel", type=Path, help="install this wheel instead of the project's folder")
     parser.add_argument("--keep", type=Path, help="work in this new folder, and keep it")
     arguments = parser.parse_args()
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="readme-"))
     folder.mkdir(exist_ok=True)
-    reader = Reader(folder.resolve(), arguments.torch)
+    wheel = arguments.wheel and arguments.wheel.resolve(strict=True)
+    reader = Reader(folder.resolve(), arguments.torch, wheel)
     try:
         run(reader, (ROOT / "README.md").read_text(encoding="utf-8"))
     except Failed as error:
