@@ -20,6 +20,11 @@ MODELS = [
         "Apache-2.0",
         "https://huggingface.co/HuggingFaceTB",
     ),
+    (
+        "Qwen2.5-Coder-0.5B-Instruct and 1.5B-Instruct, which wrote half of the package's corpus",
+        "Apache-2.0",
+        "https://huggingface.co/Qwen",
+    ),
 ]
 
 
