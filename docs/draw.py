@@ -425,6 +425,8 @@ PLOTTED = {
     "maths, greedy": "数学，贪心",
     " cores": " 核",
     " threads": " 线程",
+    "-Instruct in ": "-Instruct，",
+    " on the cpu path": "，CPU 路径",
 }
 
 

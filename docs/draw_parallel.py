@@ -1,7 +1,7 @@
 """Draws the pictures of parallel.md (in both languages) and attention.md from the code itself.
 
     python docs/draw_parallel.py            print the blocks
-    python docs/draw_parallel.py --write    put them into the pages and draw docs/images/shards.svg
+    python docs/draw_parallel.py --write    put them into the pages and draw docs/images/shards.svg and shards.zh.svg
 
 A test compares the pages with what this draws, so they cannot fall behind the code.
 """
@@ -106,12 +106,28 @@ def page(text: str) -> str:
     return text
 
 
-def draw_svg(path: Path) -> None:
-    """The mask of the whole tree and of each shard."""
+#: Words below the picture.
+LEGEND = (
+    "row (left) sees column (below); blue, orange, green: rows whose logits rank 0, 1, 2 answer for; "
+    "grey: ancestors, evaluated where they are needed"
+)
+#: Patterns in the picture -> the Chinese words.
+CHINESE = {
+    re.escape(
+        LEGEND
+    ): "左侧的行可见下方的列；蓝、橙、绿：由 rank 0、1、2 给出 logits 的行；灰：祖先，在需要之处计算",
+    r"one device: (\d+) rows": r"单个设备：\1 行",
+    r": (\d+) rows": r"：\1 行",
+}
+
+
+def draw_svg(path: Path, chinese: bool = False) -> None:
+    """The mask of the whole tree and of each shard; Chinese words stay text, in a font of the reader's."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "lookahead"
+    matplotlib.rcParams["svg.fonttype"] = "none" if chinese else "path"
     import matplotlib.pyplot as plt
 
     tree, names = one_tree()
@@ -140,12 +156,13 @@ def draw_svg(path: Path) -> None:
         for side in ax.spines.values():
             side.set_visible(False)
         ax.tick_params(length=0)
-    figure.supxlabel(
-        "row (left) sees column (below); blue, orange, green: rows whose logits rank 0, 1, 2 answer for; "
-        "grey: ancestors, evaluated where they are needed",
-        fontsize=8,
-    )
+    figure.supxlabel(LEGEND, fontsize=8)
     figure.savefig(path, metadata={"Date": None})
+    if chinese:
+        text = path.read_text()
+        for english, words in CHINESE.items():
+            text = re.sub(english, words, text)
+        path.write_text(text)
 
 
 if __name__ == "__main__":
@@ -153,6 +170,7 @@ if __name__ == "__main__":
         for name in PAGES:
             (HERE / name).write_text(page((HERE / name).read_text()))
         draw_svg(HERE / "images" / "shards.svg")
+        draw_svg(HERE / "images" / "shards.zh.svg", chinese=True)
     else:
         for name, drawn in blocks().items():
             print(f"[{name}]\n{drawn}\n")

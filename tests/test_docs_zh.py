@@ -113,6 +113,27 @@ def test_chinese_emphasis_renders(page):
         assert bold[-1] not in FULL or not re.match(r"\w", after), f"**{bold}** ends with a mark"
 
 
+@pytest.mark.parametrize("figure", sorted(DOCS.rglob("*.zh.svg")), ids=name_of)
+def test_figures_of_chinese_pages_are_in_chinese(figure):
+    """Labels and footers; names, and texts that a model wrote, stay as they are."""
+    text = figure.read_text(encoding="utf-8")
+    assert figure.with_name(figure.name.replace(".zh", "")).exists()
+    shown = re.findall(r"<(?:text|title)[^>]*>([^<]*)<", text)
+    assert any(re.search("[\u4e00-\u9fff]", words) for words in shown)
+    english = r"\b(?:in|of|rows?|cores?|threads?|path|level|step|tokens|estimated)\b"
+    assert not [words for words in shown if " " in words and re.search(english, words)]
+
+
+def test_every_figure_with_words_has_a_chinese_copy_that_chinese_pages_show():
+    for page in CHINESE:
+        for link in IMAGE.findall(prose_of(page)):
+            figure = (page.parent / link).resolve()
+            twin = figure.with_name(figure.name.replace(".svg", ".zh.svg"))
+            assert figure.suffix != ".svg" or figure.name.endswith(".zh.svg") or not twin.exists(), name_of(
+                page
+            )
+
+
 def test_the_glossary_has_every_word_of_the_lesson():
     """All terms of the table in how-it-works, in both languages; only names from the code."""
     text = GLOSSARY.read_text(encoding="utf-8")
