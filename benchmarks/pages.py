@@ -6,9 +6,11 @@ sentence, a chart, short tables. A function here gives the values for its {{plac
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import unescape
+from math import ceil
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -38,7 +40,7 @@ from .measured import (
     where,
 )
 from .paper import ablation, committed, end_to_end, scaling_law
-from .report import markdown_table as table
+from .report import markdown_table
 from .text import largest_gap, runs, versions
 from .trained import ABOUT, DRAFT_MODEL
 
@@ -63,9 +65,26 @@ CHINESE = {
 Values = dict[str, Any]
 
 
+#: Spaces of a cell where a line must not break: between a number and its unit, and after S.
+UNBROKEN = re.compile(r"(?<=\d) (?=[×%]|(?:ms|s|MB)\b)|(?<=\bS) (?=\d)")
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """A Markdown table whose cells do not break between a number and its unit on a narrow screen."""
+    return markdown_table(
+        headings, [[UNBROKEN.sub("\N{NO-BREAK SPACE}", cell) for cell in row] for row in rows], texts
+    )
+
+
 def told(bars: Sequence[chart.Bar]) -> str:
     """Bars in words."""
     return ", ".join(f"{name} {end}" for name, _, end, _ in bars)
+
+
+def elsewhere(name: str, first: str) -> str:
+    """Words for a table of a measurement that is from another machine than the first one of its page."""
+    is_same = made(facts_of(name))[0] == made(facts_of(first))[0]
+    return "" if is_same else ", measured on a different machine than the tables above"
 
 
 # ---------------------------------------------------------------------- the values of each page
@@ -104,7 +123,7 @@ def speed_figures() -> dict[str, float]:
 
 
 def states_table() -> str:
-    """Times plain decoding by model, kind of text and table, with S at four rows; llama.cpp's best beside it.
+    """Times plain decoding by model, kind of text and table, with S at four rows; llama.cpp's two best beside it.
 
     A column that no model has records of is left out.
     """
@@ -114,9 +133,9 @@ def states_table() -> str:
         for kind, sets in KINDS.items():
             found = [own.in_state(name, sets) for name in states]
             cells = [f"{x[0].total:.2f} ×, S {x[1].s_steps:.2f}" if x else "–" for x in found]
-            cells += [f"{own.best_of_llama_cpp(sets, drafts).total:.2f} ×" for drafts in (False, True)]
-            lines.append([f"{size}, {kind}", *cells])
-    return table(["", *states, "llama.cpp, plain", "llama.cpp, n-grams"], lines)
+            theirs = [f"{own.best_of_llama_cpp(sets, drafts).total:.2f} ×" for drafts in (False, True)]
+            lines.append([f"{size}, {kind}", *cells, ", ".join(theirs)])
+    return table(["", *states, "llama.cpp: plain, n-grams"], lines)
 
 
 def speed() -> Values:
@@ -134,8 +153,7 @@ def speed() -> Values:
             if not method.startswith(("openvino", PAPERS)):  # in the table of all data sets
                 rows.append([name_of(method), *cells, equal(own.of(method))])
         parts.append(
-            f"## {size}: {own.model}\n\n{where(own.name)}:\n\n"
-            + table(["tokens/s, times plain, S", *KINDS, "equal"], rows)
+            f"## {size}: {own.model}\n\n" + table(["tokens/s, times plain, S", *KINDS, "equal"], rows)
         )
     all_sets = [
         [
@@ -167,7 +185,7 @@ def speed() -> Values:
         **{name: f"{value:.2f}" for name, value in speed_figures().items()},
         "states": states_table(),
         "models": "\n\n".join(parts),
-        "default_model": f"{packed.model}, {where('bench-packed')}",
+        "default_model": packed.model + elsewhere("bench-packed", first.name),
         "all_sets": table(["", "tokens/s", "times plain (95 %)", "over runs", "S", "equal"], all_sets),
         **{name: own[name] for name in ("slower", "timed", "much_slower")},
         "worst": f"{own['worst']:.2f}",
@@ -176,7 +194,7 @@ def speed() -> Values:
         "free": free["workload"],
         "free_s": f"{free['all']['s_steps']:.2f}",
         "free_times": f"{free['all']['total']:.2f}",
-        "bf16_model": f"{bf16.model}, {where('bench-bf16')}",
+        "bf16_model": bf16.model + elsewhere("bench-bf16", first.name),
         "bf16": table(["", "tokens/s", "times plain", "S", "equal"], beside),
     }
 
@@ -283,6 +301,7 @@ def same_text() -> Values:
         "cost": table(["", "plain", "exact, plain", "exact, drafted"], cost),
         "tests": table(["drafter", "passed", "every completion equal"], tests),
         "engines": engines_section(),
+        "engines_origin": engines_origin(),
     }
 
 
@@ -294,16 +313,29 @@ def engines_section() -> str:
     """What the referee says of each engine; nothing before it was measured."""
     if not (RESULTS / f"{REFEREE}.json").is_file():
         return ""
-    verdicts, figures = ("equal", "rounding", "wrong", "not judged"), figures_of(REFEREE)
+    figures = figures_of(REFEREE)
+    counts = [each["counts"] for lines in figures["lines"].values() for each in lines.values()]
+    verdicts = ["equal", "rounding", "wrong"]
+    verdicts += ["not judged"] if any(each.get("not judged") for each in counts) else []
     rows = [
-        [engine, compared, *(str(each["counts"].get(verdict, 0)) for verdict in verdicts), largest_gap(each)]
+        [
+            f"{engine}; {compared}",
+            *(str(each["counts"].get(verdict, 0)) for verdict in verdicts),
+            largest_gap(each),
+        ]
         for engine, lines in figures["lines"].items()
         for compared, each in lines.items()
     ]
     words = (QUESTIONS / "text.txt").read_text(encoding="utf-8")
-    heads = ["engine", "compared", *verdicts, "largest gap"]
-    words = words.replace("{{table}}", table(heads, rows, texts=2))
-    return words.replace("{{versions}}", "\n".join(versions(figures) + runs(figures))).strip()
+    return words.replace("{{table}}", table(["", *verdicts, "largest gap"], rows)).strip()
+
+
+def engines_origin() -> str:
+    """The runs of the referee and the versions of the engines, for the end of the page."""
+    if not (RESULTS / f"{REFEREE}.json").is_file():
+        return ""
+    figures = figures_of(REFEREE)
+    return "\n".join([f"Runs of `{REFEREE}.json`, and versions:\n", *runs(figures), *versions(figures)])
 
 
 def s_by_rows() -> Values:
@@ -409,8 +441,11 @@ def kinds_section() -> str:
         for size, head in zip(models, heads, strict=True)
         for part in (kinds.ROWS[:half], kinds.ROWS[half:])
     ]
-    columns = [(k, t) for k in kinds.SAMPLED_ROWS for t in kinds.TEMPERATURES]
-    sampled = [[size, *(cell(size, rows=k, temperature=t) for k, t in columns)] for size in models]
+    sampled = [
+        [f"{k} rows, T = {t:g}", *(cell(size, rows=k, temperature=t) for size in models)]
+        for k in kinds.SAMPLED_ROWS
+        for t in kinds.TEMPERATURES
+    ]
     # What the sentences say: of the largest model's default, and what four rows cost where speeds were measured.
     largest, lines = next(iter(models.items()))
     lines = [x for x in lines if x["state"] == "corpus" and not x["temperature"]]
@@ -425,12 +460,11 @@ def kinds_section() -> str:
         "high": f"{kinds.shown([high])} ({high['kind']})",
         "many": kinds.shown([x for x in lines if x["rows"] == kinds.ROWS[-1]]),
         "all": table(["rows", *heads, *COSTS.values()], every),
-        "where_cost": where("packed-step"),
         "four": f" On the machine of [the speeds](speed.md), four rows cost {four}, drafting included."
         if four
         else "",
         "by_kind": "\n\n".join(by_kind),
-        "sampled": table(["", *(f"{k} rows, T = {t:g}" for k, t in columns)], sampled),
+        "sampled": table(["", *heads], sampled),
         "prompts": low["prompts"],
         "steps": round(fmean(x["steps"] for x in at_four)),
         "tokens": facts_of(BY_KIND)["new_tokens"],
@@ -445,11 +479,19 @@ def paper() -> Values:
     for number, (name, prompt, method, theirs) in enumerate(ablation.TABLE_3, 1):
         x = ours[method]
         s = f"{x['s_steps']:.2f}"
-        count = f"{x['equal']} of {x['compared']}"
-        rows.append([str(number), name, prompt, s, f"{theirs:.2f}", f"{x['total']:.2f}", count])
+        rows.append(
+            [
+                str(number),
+                name.replace("autoregressive", "plain decoding"),
+                prompt,
+                s,
+                f"{theirs:.2f}",
+                f"{x['total']:.2f}",
+            ]
+        )
         label = f"{name}{' + prompt' if prompt == 'yes' and name[0] == '(' else ''}"
         bars += [(label, x["s_steps"], s, "best"), ("paper", theirs, f"{theirs:.2f}", "other")]
-    heads = ["row", "(N, W, G)", "prompt as reference", "S", "paper's S", "times plain", "equal"]
+    equal_of = [sum(x[key] for x in ours.values()) for key in ("equal", "compared")]
 
     # Figures 4 and 8.
     found = {x["method"]: x["all"] for x in figures_of("scaling-law")}
@@ -469,14 +511,19 @@ def paper() -> Values:
     for name in dict.fromkeys(workload for workload, _ in each):
         limits = end_to_end.FIGURE_5.get(name)
         both = [each[name, method] for method in (PAPERS, DEFAULT)]
-        cells = [[f"{x['s_steps']:.2f}", f"{x['total']:.2f}"] for x in both]
-        figure_5.append([name, *cells[0], "{:.2f} to {:.2f}".format(*limits) if limits else "–", *cells[1]])
+        cells = [f"S {x['s_steps']:.2f}, {x['total']:.2f} ×" for x in both]
+        theirs_5 = "{:.2f}–{:.2f} ×".format(*limits) if limits else "–"
+        figure_5.append([name.replace("_", " "), theirs_5, *cells])
 
     # Table 2, figures 6 and 7, the pool, appendix E.
     table_2 = [
-        [f"{x['temperature']:g}", name_of(x["method"])]
-        + [f"{100 * x[kind]:.1f}" for kind in ("rouge1", "rouge2", "rougeL")]
-        + [f"{x['S']:.2f}", f"{x['equal']} of {x['compared']}"]
+        [
+            f"{x['temperature']:g}",
+            name_of(x["method"]),
+            ", ".join(f"{100 * x[kind]:.1f}" for kind in ("rouge1", "rouge2", "rougeL")),
+            f"{x['S']:.2f}",
+            f"{x['equal']} of {x['compared']}",
+        ]
         for x in figures_of("sampling-quality")["texts"]
     ]
     figure_6 = [
@@ -503,16 +550,15 @@ def paper() -> Values:
         "alt": told(bars),
         "last": f"{ours[PAPERS]['s_steps']:.2f}",
         "last_theirs": f"{ablation.TABLE_3[-1][3]:.2f}",
-        "table_3": table(heads, rows, texts=3),
+        "table_3": table(["row", "(N, W, G)", "prompt", "S", "paper", "times plain"], rows, texts=3),
+        "equal": "{} of {}".format(*equal_of),
         "law": table(["S", *(f"W = G = {w}" for w in windows)], law),
         "alpha": f"{fitted.alpha:.3f}",
         "f": f"{fitted.f:.2f}",
         "r2": f"{fitted.r2:.2f}",
-        "figure_5": table(
-            ["", "S, (15, 5, 15)", "times plain", "the paper's", "S, the default", "times plain"], figure_5
-        ),
+        "figure_5": table(["", "the paper", "ours, (15, 5, 15)", "the default"], figure_5),
         "table_2": table(
-            ["temperature", "method", "ROUGE-1", "ROUGE-2", "ROUGE-L", "S", "equal, same seed"],
+            ["T", "method", "ROUGE-1, -2, -L", "S", "equal, same seed"],
             table_2,
             texts=2,
         ),
@@ -527,9 +573,17 @@ def paper() -> Values:
     }
 
 
+def startup_cells() -> dict[str, dict[str, str]]:
+    """Medians with their range, which is left out where it rounds to the median."""
+    return {
+        name: {what: re.sub(r" \((\S+)–\1\)", "", cell) for what, cell in own.items()}
+        for name, own in startup.cells(figures_of("startup")).items()
+    }
+
+
 def start() -> Values:
     found = figures_of("startup")
-    cells = startup.cells(found)
+    cells = startup_cells()
     columns = {
         what: head
         for what, (head, _) in startup.COLUMNS.items()
@@ -539,7 +593,7 @@ def start() -> Values:
     for key in cells:
         program, _, file = key.partition(", ")
         program = "" if program == "ours" else f"{program}, "
-        names[key] = program + (file or "the default model").replace("-Instruct", "")
+        names[key] = program + (file or "the default model").replace("-Instruct.", ", ")
     bars = [
         (
             names[key],
@@ -593,7 +647,7 @@ def clients() -> Values:
     ]
     most, memory = counts[-1], facts_of("batch-size")["memory"]
     gain = {k: series["the default"][k] / series["plain decoding"][k] for k in (1, most)}
-    heads = ["sequences", "plain, tokens/s", "the default", "times plain", "S", "rows each", "equal"]
+    heads = ["at once", "plain", "the default", "times plain", "S", "rows", "equal"]
     return {
         "svg": chart.lines("Tokens per second of all clients", "clients", "tokens/s", series, where("serve")),
         "alt": "; ".join(
@@ -652,6 +706,7 @@ def sources() -> Values:
             [[name_of(name), f"{x.s_steps:.2f}", times(x)] for name, x in methods.items()],
         ),
         "corpus": corpus_section(),
+        "corpus_origin": corpus_origin(),
         "worth": table(["", *KINDS], worth),
         "equal": "All" if all_equal else "Not all",
     }
@@ -671,22 +726,61 @@ def corpus_chart() -> str:
     )
 
 
+def size_of(model: str) -> str:
+    """The size in a model's file name; the name, if it has none."""
+    size = SIZE.search(model)
+    return size[1] if size else model.removesuffix(".gguf")
+
+
+def in_short(count: int) -> str:
+    """A count for the head of a column, as 50k or 1M."""
+    unit, name = (10**6, "M") if count >= 10**6 else (1000, "k")
+    return f"{count / unit:g}{name}"
+
+
+def by_model(counts: Mapping[str, int]) -> str:
+    """Counts with the models that have them; a count of all models stands alone."""
+    values = dict.fromkeys(counts.values())
+    sizes = {n: ", ".join(size_of(model) for model, count in counts.items() if count == n) for n in values}
+    return ", ".join(f"{n:,} ({sizes[n]})" if len(values) > 1 else f"{n:,}" for n in values)
+
+
 def corpus_section() -> str:
     """S by the amount of text; nothing before it was measured."""
     lines = corpus_lines()
-    rows = []
-    for model, kind, count in dict.fromkeys((x["model"], x["kind"], x["rows"]) for x in lines):
-        own = [x for x in lines if (x["model"], x["kind"], x["rows"]) == (model, kind, count)]
-        without = next((f"{x['s']:.2f}" for x in own if not x["tokens"]), "–")
-        each = ", ".join(f"{x['s']:.2f} ({x['tokens']:,})" for x in own if x["tokens"])
-        rows.append([f"{model.removesuffix('.gguf')}, {kind}, {count} rows", without, each])
-    words = (QUESTIONS / "corpus.txt").read_text(encoding="utf-8")
-    found = table(["", "no table", "S (tokens of text)"], rows, texts=3)
-    origins = "; ".join(
-        f"{model.removesuffix('.gguf')}: {machine}, commit {commit[:7]}"
-        for model, machine, commit in dict.fromkeys((x["model"], x["machine"], x["commit"]) for x in lines)
-    )
-    return words.replace("{{table}}", found).replace("{{origins}}", origins).strip() if lines else ""
+    if not lines:
+        return ""
+    # Columns are the amounts of text; the last one is all of it, which differs between tokenizers.
+    models = dict.fromkeys(x["model"] for x in lines)
+    most = {model: max(x["tokens"] for x in lines if x["model"] == model) for model in models}
+    parts = sorted({x["tokens"] for x in lines if x["tokens"] < most[x["model"]]})
+    found = {(x["model"], x["kind"], x["rows"], x["tokens"]): x["s"] for x in lines}
+    rows = [
+        [f"{size_of(key[0])}, {key[1]}, {key[2]} rows"]
+        + [f"{found[*key, n]:.2f}" if (*key, n) in found else "–" for n in (*parts, most[key[0]])]
+        for key in dict.fromkeys((x["model"], x["kind"], x["rows"]) for x in lines)
+    ]
+    values = {
+        "table": table(["", *(in_short(n) if n else "no table" for n in parts), "all"], rows),
+        "all": by_model(most),
+        "prompts": by_model({x["model"]: x["prompts"] for x in lines}),
+        # A line counts the tokens after the first one of each completion.
+        "tokens": str(max(ceil(x["new"] / x["prompts"]) for x in lines) + 1),
+    }
+    words = (QUESTIONS / "corpus.txt").read_text(encoding="utf-8").strip()
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], words)
+
+
+def corpus_origin() -> str:
+    """The files of S by the amount of text, for the list at the end of the page."""
+    items = [
+        f"- `{path.name}`: {lines[0]['machine']}; commit {lines[0]['commit']}, {lines[0]['model']}.\n\n"
+        f"    `python -m benchmarks.corpus.measure {path.name} --model {lines[0]['model']} --data data "
+        f"--prompts {lines[0]['prompts']}`"
+        for path in sorted(RESULTS.glob("corpus-*.json"))
+        for lines in [json.loads(path.read_text(encoding="utf-8"))]
+    ]
+    return "\n\n".join(items)
 
 
 def weights() -> Values:
@@ -783,10 +877,10 @@ def engines() -> Values:
         "gain": f"{mean('ours, adaptive') / mean('ours, plain'):.2f}",
         "gain_vllm": f"{rates['ours', 1] / control:.2f}",
         "llama_cpp": table(["", *sets], rows),
-        "where_vllm": where("vllm"),
+        "where_vllm": elsewhere("vllm", "llamacpp-examples"),
         "vllm": table(["", *(f"{k} client{'s' * (k > 1)}" for k in counts)], cells),
         "chains": table(["every step drafts", "S"], facts["chains"]),
-        "where_openvino": where("bench-openvino"),
+        "where_openvino": elsewhere("bench-openvino", "llamacpp-examples"),
         "openvino": table(["", "tokens/s", "S"], fastest),
     }
 
@@ -825,7 +919,7 @@ def origin(measurement: str) -> str:
     """Where a measurement is, the machine and the command."""
     facts = facts_of(measurement)
     kept = f"records/{measurement}.jsonl.gz" if has_records(measurement) else f"{measurement}.json"
-    return f"- `{kept}`: {facts['where'].replace(', torch', '; torch', 1)}.\n\n  `{facts['command']}`"
+    return f"- `{kept}`: {facts['where'].replace(', torch', '; torch', 1)}.\n\n    `{facts['command']}`"
 
 
 def page_of(name: str) -> tuple[str, str]:
@@ -835,7 +929,7 @@ def page_of(name: str) -> tuple[str, str]:
     svg, alt = values.pop("svg"), values.pop("alt")
     title = re.search(r"<title>(.*?)</title>", svg)
     values["chart"] = f"![{unescape(title[1]) if title else name}. {alt}]({name}.svg)"
-    origins = "\n".join(map(origin, shown_on(name)))
+    origins = "\n\n".join(map(origin, shown_on(name)))
     values["sources"] = f"Every figure is computed from these files in `docs/results`:\n\n{origins}"
     text = (QUESTIONS / f"{name}.md").read_text(encoding="utf-8")
     text = re.sub(r"\{\{(\w+)\}\}", lambda match: str(values[match[1]]), text)
@@ -891,11 +985,11 @@ def readme_blocks(chinese: bool = False) -> dict[str, str]:
         first += f"\n{'; '.join(also)}." if also else ""
         words, comma, default = ("start", "memory", "first use"), ", ", "the default model"
     lines = []
-    for name, cells in startup.cells(figures_of("startup")).items():
+    for name, cells in startup_cells().items():
         program, _, file = name.partition(", ")
         each = zip(words, ("start", "memory", "first use"), strict=True)
         shown = comma.join(f"{word} {cells[what]}" for word, what in each if what in cells)
-        label = ("" if program == "ours" else f"{program}, ") + (file or default)
+        label = ("" if program == "ours" else f"{program}{comma}") + (file or default)
         lines.append(f"- **{label}**{'：' if chinese else ': '}{shown}")
     return {"speed": first, "behind": "\n".join(lines)}
 

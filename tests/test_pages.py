@@ -30,7 +30,11 @@ def test_each_page_is_a_question_with_a_sentence_a_chart_and_narrow_tables():
         assert title.endswith("?"), name
         assert len(sentence) < 450, name
         assert re.fullmatch(rf"!\[[^\]]*\d[^\]]*\]\({name}\.svg\)", picture), "the chart is told in words"
-        assert "\n## How it was measured\n" in text
+        opening, heading, _ = text.partition("\n## How it was measured\n")
+        assert heading, name
+        assert not re.search(r"\d cores?\b|\bcommit [0-9a-f]{7}", opening), (
+            f"{name}: machines are named at the end"
+        )
         for row in re.findall(r"^\|.*\|$", text, re.M):
             assert row.count("|") <= 8, f"{name}: {row}"
             assert len(row) < 150, f"{name}: {row}"
@@ -83,15 +87,22 @@ def test_the_text_of_a_table_has_a_section_once_it_was_measured(tmp_path, monkey
     }
     lines = [line | {"tokens": tokens, "s": s} for tokens, s in ((0, 1.2), (50_000, 1.4), (500_000, 1.55))]
     (tmp_path / "corpus-1.5b.json").write_text(json.dumps(lines))
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
     text = pages.corpus_section()
-    assert "| Q-1.5B, prose, 4 rows | 1.20 | 1.40 (50,000), 1.55 (500,000) |" in text
-    assert "Q-1.5B: a processor, 2 cores, commit 0123456." in text
+    assert "|  | no table | 50k | all |" in text
+    assert "| 1.5B, prose, 4 rows | 1.20 | 1.40 | 1.55 |" in text
+    assert "is so many tokens: 500,000." in text
+    assert "at most 6 new tokens; prompts of each kind: 2." in text
+    assert "a processor" not in text, "the machine is named at the end of the page"
+    end = pages.corpus_origin()
+    assert end.startswith("- `corpus-1.5b.json`: a processor, 2 cores; commit 0123456789ab, Q-1.5B.gguf.")
+    assert " --model Q-1.5B.gguf --data data --prompts 2`" in end
     assert "50,000" in pages.corpus_chart()
 
 
 def test_columns_of_tables_are_shown_once_they_were_measured(monkeypatch):
     """Without a table, and after `lookahead learn`: as fast here as the default, whose records stand in for them."""
-    head = "| the default | llama.cpp, plain | llama.cpp, n-grams |\n"
+    head = "| the default | llama.cpp: plain, n-grams |\n"
     every = [method for own in pages.shown_models().values() for method in own.methods]
     assert (measured.FIXED_NO_TABLE in every) != pages.states_table().startswith(f"|  {head}")
     read = measured.committed.read
@@ -118,7 +129,7 @@ def test_columns_of_tables_are_shown_once_they_were_measured(monkeypatch):
     )
     cells = re.search(r"^\| 1\.5B, prose \| (.*) \|$", text, re.M)[1].split(" | ")
     assert cells[0] == cells[1] == cells[2]
-    assert re.fullmatch(r"\d\.\d\d ×, S \d\.\d\d", cells[0])
+    assert re.fullmatch(r"\d\.\d\d\N{NO-BREAK SPACE}×, S\N{NO-BREAK SPACE}\d\.\d\d", cells[0])
     prose, code = (f"{pages.speed_figures()[kind]:.1f}" for kind in ("prose", "code"))
     block = pages.readme_blocks()["speed"].splitlines()
     assert block[1:] == [
@@ -178,7 +189,7 @@ def test_kinds_of_text_have_a_section_once_they_were_measured(tmp_path, monkeypa
 def test_the_referee_has_a_section_once_it_judged_engines(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     monkeypatch.setattr(measured, "RESULTS", tmp_path)
-    assert pages.engines_section() == ""
+    assert pages.engines_section() == pages.engines_origin() == ""
     counts = {"equal": 10, "rounding": 2, "wrong": 0}
     (tmp_path / "text.json").write_text(
         json.dumps(
@@ -194,8 +205,13 @@ def test_the_referee_has_a_section_once_it_judged_engines(tmp_path, monkeypatch)
         )
     )
     section = pages.engines_section()
-    assert "\n| x | drafts | 10 | 2 | 0 | 0 | 0.12 |" in section
-    assert section.endswith("\n\n- vLLM: 1.2.\n- Run of x: not recorded.\n- Run of y: there.")
+    assert "\n|  | equal | rounding | wrong | largest gap |\n" in section
+    assert "\n| x; drafts | 10 | 2 | 0 | 0.12 |" in section
+    assert "there" not in section, "machines are named at the end of the page"
+    assert pages.engines_origin().endswith("\n\n- Run of x: not recorded.\n- Run of y: there.\n- vLLM: 1.2.")
+    text = (tmp_path / "text.json").read_text()
+    (tmp_path / "text.json").write_text(text.replace('"wrong": 0', '"wrong": 0, "not judged": 1'))
+    assert "\n| x; drafts | 10 | 2 | 0 | 1 | 0.12 |" in pages.engines_section()
     assert pages.shown_on("same-text")[0] == "text"
 
 

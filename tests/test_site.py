@@ -171,6 +171,23 @@ def test_no_button_lies_over_a_table_or_code_of_a_phone(browser, site):
     page.close()
 
 
+def test_tables_of_results_fit_on_a_phone(browser, site):
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    names = sorted(path.stem for path in (ROOT / "docs/results").glob("*.md"))
+    assert len(names) >= 10
+    for name in names:
+        page.goto(f"{site}/results/{name}.html")
+        wide = page.evaluate(
+            """() => [...document.querySelectorAll('article table')]
+            .filter(table => table.getBoundingClientRect().right > innerWidth)
+            .map(table => table.querySelector('tr').innerText)"""
+        )
+        assert wide == [], name
+        items = page.locator("#how-it-was-measured ~ ul > li")
+        assert items.count() >= len(re.findall(r"^- `", (ROOT / f"docs/results/{name}.md").read_text(), re.M))
+    page.close()
+
+
 def test_links_between_the_languages_lead_somewhere(site, built):
     """Zensical checks links within a site; this checks links between the sites, including anchors."""
     pages = {path: path.read_text(encoding="utf-8") for path in built.rglob("*.html")}
