@@ -36,7 +36,9 @@ def test_requests_are_complete_and_different(writer: str) -> None:
     first = list(islice(asks(writer), 3000))
     assert first == list(islice(asks(writer), 3000))
     assert len({ask.text for ask in first}) == 3000
-    assert {ask.kind for ask in first} == {name for name, kind in KINDS.items() if kind["weights"].get(writer)}
+    assert {ask.kind for ask in first} == {
+        name for name, kind in KINDS.items() if kind["weights"].get(writer)
+    }
 
 
 def test_every_field_has_a_list() -> None:
