@@ -100,7 +100,12 @@ def lines(
             f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>',
             _text(left - 6, y + 4, f"{tick:g}", "s", 'text-anchor="end"'),
         ]
-    parts += [_text(at(x, 0)[0], below + 16, f"{x:,}", "s", 'text-anchor="middle"') for x in xs]
+    free = float(WIDTH)
+    for x in reversed(xs):  # of labels that would overlap, the last is drawn
+        label, middle = f"{x:,}", at(x, 0)[0]
+        if middle + _width(label) / 2 < free:
+            parts.append(_text(middle, below + 16, label, "s", 'text-anchor="middle"'))
+            free = middle - _width(label) / 2
     parts.append(_text(right, below + 32, x_label, "s", 'text-anchor="end"'))
     for number, each in enumerate(series.values()):
         points = [at(x, y) for x, y in sorted(each.items())]
