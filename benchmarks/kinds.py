@@ -1,10 +1,12 @@
 """S of the adaptive drafter by the rows of a step, for each kind of text of SPEED-Bench, in forward passes only.
 
     python -m benchmarks.kinds [--model FILE.gguf ...]      continues where it was interrupted
+    python -m benchmarks.kinds --model FILE.gguf --learned TABLE --out docs/results/kinds-learned
 
 ``kinds.toml`` has the prompts. Each step has a fixed number of rows, so S depends neither on the machine nor on its
 load. A state is what the drafter starts with: nothing (``cold``), a table counted in the package's corpus
-(``corpus``), or the table included for the model's tokenizer (``included``). Every text is compared with plain
+(``corpus``), or the table included for the model's tokenizer (``included``). With ``--learned``, once for each
+model, only the tables that ``lookahead learn`` made are measured (``learned``). Every text is compared with plain
 decoding; a difference ends the run. Lines of ``--records`` of this commit and these settings are not measured again.
 Models of 135M, 0.5B and 1.5B take about half an hour of one core of an EPYC with AVX512-VNNI, the largest most of it.
 """
@@ -43,15 +45,20 @@ COMMON = ("commit", "new_tokens")
 class Runner:
     """One model with its tables; plain texts are decoded once."""
 
-    def __init__(self, path: str | None, threads: int | None, new_tokens: int, folder: Path) -> None:
+    def __init__(
+        self, path: str | None, threads: int | None, new_tokens: int, folder: Path, learned: Path | None
+    ) -> None:
         self.llm = lookahead.load(path, threads=threads)
         self.new_tokens = new_tokens
         self._plain = dict[tuple[str, float], list[int]]()
+        self.tables: dict[str, Path | None] = {"learned": learned}
+        if learned is not None:
+            return
         key = key_of(self.llm.model)
         counted = folder / f"{key}.safetensors"
         if not counted.exists():
             corpus.save(corpus.split(self.llm.tokenizer.backend_tokenizer, corpus.texts()), counted, key)
-        self.tables: dict[str, Path | None] = {"cold": None, "corpus": counted}
+        self.tables = {"cold": None, "corpus": counted}
         if (INCLUDED / counted.name).exists():
             self.tables["included"] = INCLUDED / counted.name
 
@@ -97,8 +104,8 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     records = read_records(given.records, "steps", "benchmarks.kinds")
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, RecordWriter(given.records, append=True) as writer:
-        for path in given.model:
-            runner = Runner(path, given.threads, given.new_tokens, Path(folder))
+        for path, learned in zip(given.model, given.learned or [None] * len(given.model), strict=True):
+            runner = Runner(path, given.threads, given.new_tokens, Path(folder), learned)
             origin = runner.origin
             known = {
                 tuple(line[key] for key in KEYS): line
@@ -149,12 +156,17 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--model", action="append", metavar="GGUF", help="can be repeated; default: the default model")
+    add("--learned", action="append", type=Path, metavar="TABLE", help="one for each --model")
     add("--new-tokens", type=int, default=48)
     add("--threads", type=int)
     add("--records", type=Path, default=Path("build/results/kinds.jsonl"))
     add("--out", type=Path, default=Path("docs/results/kinds"), help="figures, without suffix")
     given = parser.parse_args()
     given.model = given.model or [None]
+    if given.learned and len(given.learned) != len(given.model):
+        parser.error(
+            f"--learned must be given once for each --model, or not at all; got {len(given.learned)}"
+        )
     given.records.parent.mkdir(parents=True, exist_ok=True)
     lines = measure(given)
     names = ", ".join(dict.fromkeys(line["model"] for line in lines))

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from html import unescape
+from itertools import chain
 from math import ceil
 from pathlib import Path
 from statistics import fmean, median
@@ -377,14 +378,15 @@ def s_by_rows() -> Values:
     }
 
 
-#: The measurement of S by kind of text (``benchmarks.kinds``), and the types whose c(k) stands beside it.
-BY_KIND, COSTS = "kinds", {"1B": "c(k), 1B", "own": "c(k), 135M"}
+#: The measurements of S by kind of text (``benchmarks.kinds``), and the types whose c(k) stands beside them.
+BY_KIND, BY_KIND_LEARNED, COSTS = "kinds", "kinds-learned", {"1B": "c(k), 1B", "own": "c(k), 135M"}
 
 
 def kinds_lines() -> dict[str, list[dict[str, Any]]]:
     """Size of a model -> its lines; nothing before they were measured."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for line in figures_of(BY_KIND) if (RESULTS / f"{BY_KIND}.json").is_file() else ():
+    there = [name for name in (BY_KIND, BY_KIND_LEARNED) if (RESULTS / f"{name}.json").is_file()]
+    for line in chain.from_iterable(map(figures_of, there)):
         size = SIZE.search(line["model"])
         found.setdefault(size[1] if size else line["model"], []).append(line)
     return found
@@ -465,6 +467,9 @@ def kinds_section() -> str:
         else "",
         "by_kind": "\n\n".join(by_kind),
         "sampled": table(["", *heads], sampled),
+        "learned": "; and with the one that `lookahead learn` made in ten minutes (*learned*)"
+        if any("learned" in names for names in states.values())
+        else "",
         "prompts": low["prompts"],
         "steps": round(fmean(x["steps"] for x in at_four)),
         "tokens": facts_of(BY_KIND)["new_tokens"],
@@ -909,9 +914,9 @@ PAGES: dict[str, tuple[Callable[[], Values], tuple[str, ...]]] = {
 def shown_on(name: str) -> list[str]:
     """The measurements that a page shows."""
     more = [own.name for own in shown_models().values()] if name == "speed" else []
-    for page, measurement in (("same-text", REFEREE), ("s-by-rows", BY_KIND)):
-        if name == page and (RESULTS / f"{measurement}.json").is_file():
-            more = [measurement]
+    for page, measurements in (("same-text", (REFEREE,)), ("s-by-rows", (BY_KIND, BY_KIND_LEARNED))):
+        if name == page:
+            more = [each for each in measurements if (RESULTS / f"{each}.json").is_file()]
     return list(dict.fromkeys([*more, *PAGES[name][1]]))
 
 

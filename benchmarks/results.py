@@ -374,6 +374,15 @@ def steps(given: Sources) -> list[Step]:
         words = [part for file in files for part in ("--model", _linked(file))]
         minutes = sum(0.008 * measured.millions(_size(file)) + 1 for file in files)
         plan("kinds", minutes, "kinds", *words)
+        tables = {file: LEARNED / f"{_size(file).lower()}.safetensors" for file in files}
+        words = [
+            part
+            for file, table in tables.items()
+            if (ROOT / table).is_file()
+            for part in ("--model", _linked(file), "--learned", table)
+        ]
+        if words:
+            plan("kinds-learned", minutes / 2, "kinds", *words, "--out", "docs/results/kinds-learned")
     # Packed weights: how close they are, and what a step costs.
     if model is not None:
         plan("packed-accuracy", 3, "packed_accuracy", model, *data)

@@ -56,7 +56,7 @@ def test_lines_of_this_commit_are_not_measured_again(tmp_path, monkeypatch):
     origin = {"model": "A-1B.gguf", "commit": "c", "new_tokens": 64}
     made = SimpleNamespace(origin=origin, tables={"cold": None}, measure=measure)
     monkeypatch.setattr(kinds, "Runner", lambda *given: made)
-    given = Namespace(model=[None], threads=None, new_tokens=64, records=tmp_path / "r")
+    given = Namespace(model=[None], learned=None, threads=None, new_tokens=64, records=tmp_path / "r")
     lines = kinds.measure(given)
     combinations = len(kinds.ROWS) + 2 * len(kinds.SAMPLED_ROWS)
     assert len(lines) == len(asked) == combinations * len(CATEGORIES)
@@ -67,3 +67,9 @@ def test_lines_of_this_commit_are_not_measured_again(tmp_path, monkeypatch):
     assert not asked
     made.origin = origin | {"commit": "d"}
     assert len(kinds.measure(given)) == len(asked) == len(lines)
+
+
+def test_only_the_learned_table_is_measured_if_one_is_given(monkeypatch, tmp_path):
+    monkeypatch.setattr(lookahead, "load", lambda *given, **more: None)
+    runner = kinds.Runner("a model", 1, 24, tmp_path, tmp_path / "learned.safetensors")
+    assert runner.tables == {"learned": tmp_path / "learned.safetensors"}

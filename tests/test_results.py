@@ -51,7 +51,7 @@ OTHERS = ["dynamics", "pass-rate", "batch-size", "exact"]
 PACKED = ["bench-packed", "bench-packed-sampled", "bench-packed-head"]
 SPEED = ["speed-1.5b", "speed-0.5b", "speed-135m"]
 EVERY_PAGE = [*SPEED, "llamacpp-examples", "bench-openvino", *PACKED]
-EVERY_PAGE += ["startup", "serve", "rows", "kinds"]
+EVERY_PAGE += ["startup", "serve", "rows", "kinds", "kinds-learned"]
 EVERY_PAGE += ["packed-accuracy", "packed-step", *OTHERS, "bench-bf16", "vllm", *results.STUDY, "trained"]
 
 
@@ -98,6 +98,9 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
         "benchmarks.kinds --model build/results/Q-1.5B-Instruct.Q4_K_M.gguf "
         "--model build/results/Q-0.5B.Q4_K_M.gguf --model build/results/SmolLM2-135M.Q4_1.gguf"
     )
+    assert " ".join(pages["kinds-learned"].words[1:]).startswith(
+        "benchmarks.kinds --model build/results/Q-1.5B-Instruct.Q4_K_M.gguf --learned build/learned/1.5b.safe"
+    )
     assert pages["rows"].words[-2:] == ("--prompts", "5")
     tried = " ".join(pages["bench-openvino"].words)
     for head, settings in results.OPENVINO.items():
@@ -115,7 +118,7 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     small, _ = plan(["llama_cpp"], limit=1, llamacpp_bin=tmp_path / "bin")
     assert "--limit 2 " in " ".join(small["bench-packed-sampled"].words)
     assert "--limit 1 " in " ".join(small["llamacpp-examples"].words)
-    for limit, most in ((8, 215), (10, 240)):  # an evening on two quiet cores
+    for limit, most in ((8, 220), (10, 245)):  # an evening on two quiet cores
         pages, _ = plan(
             ["llama_cpp", "openvino_genai", "nncf"], limit=limit, llamacpp_bin=tmp_path / "bin", models=models
         )
@@ -151,7 +154,9 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
     assert list(pages) == [
         name
         for name in EVERY_PAGE
-        if not name.startswith(("speed", "bench-openvino", "llamacpp-examples", "vllm", "trained"))
+        if not name.startswith(
+            ("speed", "bench-openvino", "llamacpp-examples", "vllm", "trained", "kinds-learned")
+        )
     ]
     assert "speed: left out; --llamacpp-bin must name the folder of llama.cpp's programs\n" in printed
     assert (
