@@ -20,12 +20,8 @@ PLAIN, DEFAULT, FIXED, PAPERS = "plain", "adaptive", "adaptive:rows=4", "lookahe
 NO_TABLE, FIXED_NO_TABLE = (f"{name}:sources=suffix+logits+jacobi" for name in (DEFAULT, FIXED))
 #: Beginnings of methods with a table of ``lookahead learn``; its file follows.
 LEARNED, FIXED_LEARNED = (f"{name}:table=" for name in (DEFAULT, FIXED))
-#: What the default starts with -> it, and four rows in every step.
-STATES = {
-    "without a table": (NO_TABLE, FIXED_NO_TABLE),
-    "the default": (DEFAULT, FIXED),
-    "after `learn`": (LEARNED, FIXED_LEARNED),
-}
+#: What the default starts with -> its method.
+STATES = {"without a table": NO_TABLE, "the default": DEFAULT, "after `learn`": LEARNED}
 #: Kinds of text -> their data sets.
 KINDS = {"prose": ("mt-bench",), "code": ("humaneval", "mbpp", "classeval")}
 #: The size of a model in its file's name.
@@ -117,10 +113,9 @@ class Measured:
         own = [x for x in self._records if x["method"] == method and (not sets or x["workload"] in sets)]
         return figures(own, self._plain)
 
-    def in_state(self, name: str, sets: Sequence[str]) -> tuple[Figures, Figures] | None:
-        """Figures of the default and of four rows in one of ``STATES``; None if they were not measured."""
-        both = [self._named[method] for method in STATES[name] if method in self._named]
-        return (self.of(both[0], sets), self.of(both[1], sets)) if len(both) == 2 else None
+    def in_state(self, name: str, sets: Sequence[str]) -> Figures | None:
+        """Figures of the default in one of ``STATES``; None if they were not measured."""
+        return self.of(self._named[STATES[name]], sets) if STATES[name] in self._named else None
 
     def best_of_llama_cpp(self, sets: Sequence[str], drafts: bool | None = None) -> Figures:
         """Figures of the fastest of llama.cpp's files and modes on these data sets.

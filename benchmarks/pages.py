@@ -124,7 +124,7 @@ def speed_figures() -> dict[str, float]:
 
 
 def states_table() -> str:
-    """Times plain decoding by model, kind of text and table, with S at four rows; llama.cpp's two best beside it.
+    """Times plain decoding by model, kind of text and table, with S of the same run; llama.cpp's two best beside it.
 
     A column that no model has records of is left out.
     """
@@ -133,7 +133,7 @@ def states_table() -> str:
     for size, own in shown_models().items():
         for kind, sets in KINDS.items():
             found = [own.in_state(name, sets) for name in states]
-            cells = [f"{x[0].total:.2f} ×, S {x[1].s_steps:.2f}" if x else "–" for x in found]
+            cells = [f"{x.total:.2f} ×, S {x.s_steps:.2f}" if x else "–" for x in found]
             theirs = [f"{own.best_of_llama_cpp(sets, drafts).total:.2f} ×" for drafts in (False, True)]
             lines.append([f"{size}, {kind}", *cells, ", ".join(theirs)])
     return table(["", *states, "llama.cpp: plain, n-grams"], lines)
@@ -958,11 +958,10 @@ def readme_blocks(chinese: bool = False) -> dict[str, str]:
     """The measured blocks of README.md or README.zh.md."""
     own = next(iter(shown_models().values()))
     machine, commit = made(facts_of(own.name))
-    prose, prose_theirs, code, code_theirs = (f"{value:.1f}" for value in speed_figures().values())
+    prose, prose_theirs, code, code_theirs = (f"{value:.2f}" for value in speed_figures().values())
     # Times plain on each kind of text, without a table and after `learn`; empty if they were not measured.
     cold, _, learned = (
-        [f"{x[0].total:.1f}" for sets in KINDS.values() if (x := own.in_state(state, sets))]
-        for state in STATES
+        [f"{x.total:.2f}" for sets in KINDS.values() if (x := own.in_state(state, sets))] for state in STATES
     )
     if chinese:
         told = own.model + ("" if own.default == DEFAULT else "，没有基础表")

@@ -65,7 +65,7 @@ def test_no_measured_number_stands_outside_the_blocks(name):
 
 def test_a_figure_that_no_record_has_is_put_right():
     text = (pages.ROOT / "README.md").read_text(encoding="utf-8")
-    wrong = re.sub(r"\*\*\d\.\d times", "**9.9 times", text)
+    wrong = re.sub(r"\*\*\d\.\d+ times", "**9.99 times", text)
     assert wrong != text
     assert pages.with_blocks(wrong, "README.md") == text
 
@@ -130,7 +130,7 @@ def test_columns_of_tables_are_shown_once_they_were_measured(monkeypatch):
     cells = re.search(r"^\| 1\.5B, prose \| (.*) \|$", text, re.M)[1].split(" | ")
     assert cells[0] == cells[1] == cells[2]
     assert re.fullmatch(r"\d\.\d\d\N{NO-BREAK SPACE}×, S\N{NO-BREAK SPACE}\d\.\d\d", cells[0])
-    prose, code = (f"{pages.speed_figures()[kind]:.1f}" for kind in ("prose", "code"))
+    prose, code = (f"{pages.speed_figures()[kind]:.2f}" for kind in ("prose", "code"))
     block = pages.readme_blocks()["speed"].splitlines()
     assert block[1:] == [
         f"Without a table, it is {prose} and {code} times plain decoding; after ten minutes of `lookahead learn`, "
