@@ -5,7 +5,7 @@
 
 The corpus is the package's (``lookahead.learning.corpus``), or the texts of ``--text`` (``write``, ``pack``), in a
 fixed random order. Prompts are MT-Bench's questions for prose, and MBPP's tasks without their tests for
-code; neither is in a corpus. Steps have a fixed number of rows, so S depends neither on the machine nor on its load.
+code; neither is in a corpus. A model without a chat template completes an answer or a function after them. Steps have a fixed number of rows, so S depends neither on the machine nor on its load.
 Every output is compared with plain decoding; a difference ends the run. A table of 0 tokens is none.
 """
 
@@ -26,6 +26,7 @@ from lookahead.drafters.adaptive.base_files import key_of
 from lookahead.drafters.adaptive.settings import DEFAULT_SOURCES
 from lookahead.learning import corpus
 from lookahead.learning.table import Places
+from lookahead.text.prompts import has_chat_template
 
 from .. import datasets
 from ..report import markdown_table
@@ -43,6 +44,13 @@ def prompts(kind: str, data: Path, count: int) -> list[str]:
         return [task.turns[0].partition(" Answer with Python")[0] for task in tasks]
     questions = datasets.load_workload("mt-bench", data=data)
     return [question.turns[0] for question in questions if question.category in PROSE][:count]
+
+
+def asked(llm: Any, kind: str, text: str) -> Any:
+    """A prompt as a chat, or as the beginning of a text if the model has no chat template."""
+    if has_chat_template(llm.tokenizer):
+        return [{"role": "user", "content": text}]
+    return f"# {text}\n\ndef " if kind == "code" else f"Question: {text}\n\nAnswer:"
 
 
 def texts_of(files: Sequence[Path]) -> list[str]:
@@ -71,7 +79,7 @@ def measure(llm: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
     lines = []
     origin = {"model": Path(llm.name).name, "machine": describe_machine(machine()), "commit": commit()}
     for kind in given.kinds:
-        chats = [[{"role": "user", "content": text}] for text in prompts(kind, given.data, given.prompts)]
+        chats = [asked(llm, kind, text) for text in prompts(kind, given.data, given.prompts)]
         common = {"max_new_tokens": given.new_tokens, "temperature": given.temperature, "seed": 0}
         plain = [llm.generate(chat, drafter=Plain(), **common).tokens for chat in chats]
         for rows in given.rows:
