@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from math import ceil, floor, log2, log10
+from math import ceil, floor, inf, log2, log10
 from textwrap import wrap
 
 #: Wide enough for a page, and narrow enough for the words to be read on a phone.
 WIDTH = 460
+#: Smallest distance between two labels of an axis.
+GAP = 4
 #: Colours of lines on light and on dark pages: those of Okabe and Ito (2008) that can be read on both grounds.
 LINES = (
     ("#1f5fbf", "#8ab4ff"),
@@ -100,12 +102,12 @@ def lines(
             f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>',
             _text(left - 6, y + 4, f"{tick:g}", "s", 'text-anchor="end"'),
         ]
-    free = float(WIDTH)
+    free = inf
     for x in reversed(xs):  # of labels that would overlap, the last is drawn
         label, middle = f"{x:,}", at(x, 0)[0]
         if middle + _width(label) / 2 < free:
             parts.append(_text(middle, below + 16, label, "s", 'text-anchor="middle"'))
-            free = middle - _width(label) / 2
+            free = middle - _width(label) / 2 - GAP
     parts.append(_text(right, below + 32, x_label, "s", 'text-anchor="end"'))
     for number, each in enumerate(series.values()):
         points = [at(x, y) for x, y in sorted(each.items())]

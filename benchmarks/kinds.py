@@ -14,6 +14,7 @@ Models of 135M, 0.5B and 1.5B take about half an hour of one core of an EPYC wit
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 import tempfile
 import tomllib
@@ -38,6 +39,8 @@ ROWS, SAMPLED_ROWS = (2, 3, 4, 6, 8, 16, 32, 64), (4, 8)
 TEMPERATURES = (0.0, 0.7, 1.0)
 #: Fields that identify a line.
 KEYS = ("model", "state", "temperature", "rows", "kind")
+#: The digest of a learned table, which differs from run to run; lines of other tables have none.
+TABLE = "table"
 #: What the lines of one page have in common.
 COMMON = ("commit", "new_tokens")
 
@@ -51,22 +54,30 @@ class Runner:
         self.llm = lookahead.load(path, threads=threads)
         self.new_tokens = new_tokens
         self._plain = dict[tuple[str, float], list[int]]()
-        self.tables: dict[str, Path | None] = {"learned": learned}
-        if learned is not None:
-            return
+        self.tables: dict[str, Path | None] = (
+            {"learned": learned} if learned is not None else self._without_learning(folder)
+        )
+
+    def _without_learning(self, folder: Path) -> dict[str, Path | None]:
+        """The tables of a model that has not learned, by state; None for none."""
         key = key_of(self.llm.model)
         counted = folder / f"{key}.safetensors"
         if not counted.exists():
             corpus.save(corpus.split(self.llm.tokenizer.backend_tokenizer, corpus.texts()), counted, key)
-        self.tables = {"cold": None, "corpus": counted}
+        tables: dict[str, Path | None] = {"cold": None, "corpus": counted}
         if (INCLUDED / counted.name).exists():
-            self.tables["included"] = INCLUDED / counted.name
+            tables["included"] = INCLUDED / counted.name
+        return tables
 
     @property
     def origin(self) -> dict[str, Any]:
         """Where a line is from."""
         name = Path(self.llm.name).name  # records must not reveal this machine's folders
-        return {**environment(), "model": name, "dtype": self.llm.dtype, "new_tokens": self.new_tokens}
+        about = {**environment(), "model": name, "dtype": self.llm.dtype, "new_tokens": self.new_tokens}
+        learned = self.tables.get("learned")
+        if learned is not None:
+            about[TABLE] = hashlib.sha256(learned.read_bytes()).hexdigest()[:12]
+        return about
 
     def measure(self, state: str, temperature: float, rows: int, prompts: Sequence[str]) -> dict[str, int]:
         """Steps and their tokens over prompts."""
@@ -110,7 +121,7 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
             known = {
                 tuple(line[key] for key in KEYS): line
                 for line in records
-                if all(line[name] == origin[name] for name in COMMON)
+                if all(line[name] == origin[name] for name in COMMON) and line.get(TABLE) == origin.get(TABLE)
             }
             for state, temperature, rows in combinations(list(runner.tables)):
                 for kind, prompts in PROMPTS.items():

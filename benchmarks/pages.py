@@ -386,9 +386,9 @@ def kinds_lines() -> dict[str, list[dict[str, Any]]]:
     """Size of a model -> its lines; nothing before they were measured."""
     found: dict[str, list[dict[str, Any]]] = {}
     there = [name for name in (BY_KIND, BY_KIND_LEARNED) if (RESULTS / f"{name}.json").is_file()]
-    for line in chain.from_iterable(map(figures_of, there)):
-        size = SIZE.search(line["model"])
-        found.setdefault(size[1] if size else line["model"], []).append(line)
+    if BY_KIND in there:
+        for line in chain.from_iterable(map(figures_of, there)):
+            found.setdefault(size_of(line["model"]), []).append(line)
     return found
 
 
@@ -778,13 +778,16 @@ def corpus_section() -> str:
 
 def corpus_origin() -> str:
     """The files of S by the amount of text, for the list at the end of the page."""
-    items = [
-        f"- `{path.name}`: {lines[0]['machine']}; commit {lines[0]['commit']}, {lines[0]['model']}.\n\n"
-        f"    `python -m benchmarks.corpus.measure {path.name} --model {lines[0]['model']} --data data "
-        f"--prompts {lines[0]['prompts']}`"
-        for path in sorted(RESULTS.glob("corpus-*.json"))
-        for lines in [json.loads(path.read_text(encoding="utf-8"))]
-    ]
+    items = []
+    for path in sorted(RESULTS.glob("corpus-*.json")):
+        lines = json.loads(path.read_text(encoding="utf-8"))
+        one = lines[0]
+        *sizes, _ = sorted({x["tokens"] for x in lines})
+        items.append(
+            f"- `{path.name}`: {one['machine']}; commit {one['commit']}, {one['model']}.\n\n"
+            f"    `python -m benchmarks.corpus.measure {path.name} --model {one['model']} --data data "
+            f"--prompts {one['prompts']} --tokens {' '.join(map(str, sizes))} all`"
+        )
     return "\n\n".join(items)
 
 

@@ -374,15 +374,17 @@ def steps(given: Sources) -> list[Step]:
         words = [part for file in files for part in ("--model", _linked(file))]
         minutes = sum(0.008 * measured.millions(_size(file)) + 1 for file in files)
         plan("kinds", minutes, "kinds", *words)
-        tables = {file: LEARNED / f"{_size(file).lower()}.safetensors" for file in files}
+        learned = {file: table for file in files if (ROOT / (table := _learned(file))).is_file()}
         words = [
-            part
-            for file, table in tables.items()
-            if (ROOT / table).is_file()
-            for part in ("--model", _linked(file), "--learned", table)
+            part for file, table in learned.items() for part in ("--model", _linked(file), "--learned", table)
         ]
         if words:
-            plan("kinds-learned", minutes / 2, "kinds", *words, "--out", "docs/results/kinds-learned")
+            minutes = sum(0.004 * measured.millions(_size(file)) + 0.5 for file in learned)
+            plan("kinds-learned", minutes, "kinds", *words, "--out", "docs/results/kinds-learned")
+        else:
+            _left_out(
+                "kinds-learned", why="`lookahead learn` must have made a table of a model, as for its speed"
+            )
     # Packed weights: how close they are, and what a step costs.
     if model is not None:
         plan("packed-accuracy", 3, "packed_accuracy", model, *data)
@@ -501,7 +503,7 @@ def _speed(given: Sources, file: Path) -> Step:
     """
     size = _size(file)
     minutes = 0.011 * measured.millions(size) + 1.5
-    learned = LEARNED / f"{size.lower()}.safetensors"
+    learned = _learned(file)
     is_there = (ROOT / learned).is_file()
     if not is_there:
         made = f"`lookahead learn {file.name} --minutes 10 --output {learned}` makes its table"
@@ -513,7 +515,7 @@ def _speed(given: Sources, file: Path) -> Step:
         q4_0 = _linked(file)
     file = _linked(file)  # records must not reveal this machine's folders
     servers = [f"{LLAMA_SERVER}:{file}", f"{LLAMA_SERVER}:{q4_0}", f"{LLAMA_SERVER}:{q4_0}:{FASTEST}"]
-    once = [measured.FIXED_NO_TABLE]  # only S is read of them
+    once = [measured.FIXED_NO_TABLE]  # their S, which one run gives, says what a table adds at equal rows
     methods = [NO_TABLE, measured.DEFAULT, measured.FIXED]
     if is_there:
         once.append(f"{measured.FIXED_LEARNED}{learned}")
@@ -545,6 +547,11 @@ def _to_records(name: str, words: Sequence[str], minutes: float) -> Step:
     """A page of ``side_by_side``."""
     words = ("-m", "benchmarks.side_by_side", *words, "--out", f"build/results/{name}")
     return Step(name, tuple(words), minutes)
+
+
+def _learned(model: Path) -> Path:
+    """The table that ``lookahead learn`` made of a model; it need not exist."""
+    return LEARNED / f"{_size(model).lower()}.safetensors"
 
 
 def _converted(model: Path, kind: str) -> Path:

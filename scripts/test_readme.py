@@ -130,8 +130,8 @@ class Reader:
             if not command or command.startswith(("#", "make ", "git clone")):
                 continue
             command = re.sub(r"\bMODEL\b", "tiny", command)
-            if self.wheel and command.startswith("pip install"):
-                command = re.sub(r" '?\.(\[.*\])?'?$", rf" '{self.wheel}\1'", command)
+            if self.wheel is not None and command.startswith("pip install"):
+                command = of_wheel(command, self.wheel)
             print(f"  $ {command}", flush=True)
             if command.startswith("lookahead serve"):
                 self.serve(command)
@@ -170,6 +170,11 @@ class Reader:
                 return printed
             printed += line
         raise Failed(f"the interpreter ended in block {number}:\n{printed[-3000:]}")
+
+
+def of_wheel(command: str, wheel: Path) -> str:
+    """An installation of the project's folder, "." or ".[EXTRA]", as one of the wheel; other commands unchanged."""
+    return re.sub(r" '?\.(\[.*\])?'?$", lambda found: f" '{wheel}{found[1] or ''}'", command)
 
 
 def compare(printed: str, expected: str) -> None:

@@ -124,7 +124,7 @@ def test_figures_of_chinese_pages_are_in_chinese(figure):
     assert not [words for words in shown if " " in words and re.search(english, words)]
 
 
-def test_every_figure_with_words_has_a_chinese_copy_that_chinese_pages_show():
+def test_chinese_pages_show_the_chinese_copy_of_a_figure():
     for page in CHINESE:
         for link in IMAGE.findall(prose_of(page)):
             figure = (page.parent / link).resolve()

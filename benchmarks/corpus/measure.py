@@ -5,8 +5,9 @@
 
 The corpus is the package's (``lookahead.learning.corpus``), or the texts of ``--text`` (``write``, ``pack``), in a
 fixed random order. Prompts are MT-Bench's questions for prose, and MBPP's tasks without their tests for
-code; neither is in a corpus. A model without a chat template completes an answer or a function after them. Steps have a fixed number of rows, so S depends neither on the machine nor on its load.
-Every output is compared with plain decoding; a difference ends the run. A table of 0 tokens is none.
+code; neither is in a corpus. A model without a chat template completes an answer or a function after them. Steps have
+a fixed number of rows, so S depends neither on the machine nor on its load. Every output is compared with plain
+decoding; a difference ends the run. A table of 0 tokens is none.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ def prompts(kind: str, data: Path, count: int) -> list[str]:
     return [question.turns[0] for question in questions if question.category in PROSE][:count]
 
 
-def asked(llm: Any, kind: str, text: str) -> Any:
-    """A prompt as a chat, or as the beginning of a text if the model has no chat template."""
+def prompt_of(llm: Any, kind: str, text: str) -> Any:
+    """The prompt as a chat, or as the beginning of a text if the model has no chat template."""
     if has_chat_template(llm.tokenizer):
         return [{"role": "user", "content": text}]
-    return f"# {text}\n\ndef " if kind == "code" else f"Question: {text}\n\nAnswer:"
+    return f"# {text}\n\ndef" if kind == "code" else f"Question: {text}\n\nAnswer:"
 
 
 def texts_of(files: Sequence[Path]) -> list[str]:
@@ -79,7 +80,7 @@ def measure(llm: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
     lines = []
     origin = {"model": Path(llm.name).name, "machine": describe_machine(machine()), "commit": commit()}
     for kind in given.kinds:
-        chats = [asked(llm, kind, text) for text in prompts(kind, given.data, given.prompts)]
+        chats = [prompt_of(llm, kind, text) for text in prompts(kind, given.data, given.prompts)]
         common = {"max_new_tokens": given.new_tokens, "temperature": given.temperature, "seed": 0}
         plain = [llm.generate(chat, drafter=Plain(), **common).tokens for chat in chats]
         for rows in given.rows:
