@@ -16,7 +16,7 @@ from ..drafters.adaptive.remembered import Remembered, locked
 from ..drafters.adaptive.sources.base_table import save_table
 from .table import Places, joined, levels_in, levels_of, trie_of
 
-#: How many occurrences in other text an occurrence in a remembered answer outweighs.
+#: How many occurrences in the corpus an occurrence in a remembered answer outweighs.
 WEIGHT = 16.0
 
 

@@ -28,10 +28,11 @@ READ = 10
 WIDTH = 4
 #: Largest number of contexts of a table, whose file then has at most 12 MB. Those whose entries say most are kept.
 MOST_CONTEXTS = 480_000
-#: The smallest number of occurrences in a corpus of a context of two or three tokens; others are left out early,
-#: because sorting them would take most of the time.
+#: The smallest number of weighted occurrences of a context of two or three tokens beside a corpus; others are left
+#: out early, because sorting them would take most of the time.
 LEAST_COUNT = 2
-#: Weight of an occurrence in a model's own text beside a corpus, where it counts as one.
+#: Weight of an occurrence in a model's own text beside a corpus, where it counts as one. On code, four are worth 0.02
+#: of S more than one or two; on prose, the weight makes no difference.
 OWN = 4.0
 #: Weight of the shorter context's entry, in occurrences.
 SHORTER = 1.0

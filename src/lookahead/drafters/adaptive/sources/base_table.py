@@ -104,7 +104,7 @@ class Trie(NamedTuple):
     children: Annotated[Any, "i4", 1]
     low: Annotated[Any, "u2", 1]  # (n,): the lower 16 bits of each context's last token
     high: Annotated[Any, "u1", 1]  # (n,): its other bits
-    counts: Annotated[Any, "u1", 1]  # (n,): how often the context occurred, at most 255; 0 if it has no entry
+    counts: Annotated[Any, "u1", 1]  # (n,): weighted occurrences of the context; 0 if it has no entry
     ids_low: Annotated[Any, "u2", 2]  # (n, width): the tokens of the entry, likeliest first, split likewise
     ids_high: Annotated[Any, "u1", 2]  # (n, width)
     # (n, width): their negative log-probabilities, in steps; ABSENT after the last
