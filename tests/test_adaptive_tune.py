@@ -638,6 +638,15 @@ def test_a_slow_model_is_not_held_up(monkeypatch):
     assert steady
 
 
+@pytest.mark.parametrize(("patience", "contexts"), [(100.0, [64, 512]), (50.0, [64])])
+def test_a_model_with_a_slow_prefill_is_measured_after_one_context(monkeypatch, patience, contexts):
+    """512 rows of 2.5 / 16 plain passes each take 80."""
+    target = ClockedTarget(EPYC)
+    use_clock(monkeypatch, target)
+    curve, _ = measure.measure(target, patience)
+    assert list(curve.rows) == contexts
+
+
 def test_a_slow_plain_pass_does_not_make_rows_look_free(monkeypatch, cache):
     """As beside fifteen busy processes, where every plain pass of a large model took longer than one of four rows."""
 

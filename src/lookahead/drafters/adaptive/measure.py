@@ -68,7 +68,10 @@ def measure(target: Target, patience: float = PATIENCE) -> tuple[CostCurve, bool
         fastest.append(min(plain))
         steady &= all(is_steady(some) for number, some in passes.items() if number <= CHECKED_ROWS)
         steady &= all(min(some) >= LEAST_COST * min(plain) for some in passes.values())
-        if (perf_counter() - begin) * len(CONTEXTS) > 2 * patience:  # a slow model
+        # A slow model would take long, and most of that for its prefill. Its passes depend little on the context.
+        most = max(passes)
+        prefill = CONTEXTS[-1] * min(passes[most]) / most
+        if (perf_counter() - begin) * len(CONTEXTS) > 2 * patience or prefill > patience:
             break
     if not rows:
         raise SettingsError(
