@@ -3,13 +3,17 @@
 import io
 import json
 import lzma
+import os
 import re
+import sys
 from importlib.util import find_spec
 from itertools import islice
 
 import numpy as np
 import pytest
 from filelock import FileLock
+from tokenizers import Tokenizer
+from tokenizers.normalizers import Prepend
 
 import lookahead
 from benchmarks.corpus.pack import clean, kept, pack, without_loop
@@ -18,7 +22,7 @@ from benchmarks.corpus.write import TEMPERATURE, again, answered_in, read, write
 from learned import small_disk
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive import base_files
-from lookahead.drafters.adaptive.base_files import CORPUS, cannot_build, table_file, tokenizer_key
+from lookahead.drafters.adaptive.base_files import CORPUS, cannot_build, is_current, table_file, tokenizer_key
 from lookahead.drafters.adaptive.calibration import fits_of, new_buckets
 from lookahead.drafters.adaptive.sources.base_table import (
     BASE_AXES,
@@ -181,6 +185,19 @@ def test_a_corpus_is_counted() -> None:
     assert few.counts[find_entry(few, 5, 6, 7)] == 3
 
 
+@pytest.mark.parametrize("prepended", [False, True])
+def test_tokens_of_pieces_are_those_of_whole_texts(prepended) -> None:
+    """A tokenizer that puts a space before every text gives pieces other tokens, so it gets whole texts."""
+    given = [*corpus.texts()[::170], "", " ", "a  b \n\n c", "\u3000 x\t y z "]
+    tokenizer = Tokenizer.from_str(lookahead.load("tiny").tokenizer.backend_tokenizer.to_str())
+    if prepended:
+        tokenizer.normalizer = Prepend(" ")
+    whole = tokenizer.encode_batch(given, add_special_tokens=False)
+    tokens = corpus.tokenized(tokenizer, given)
+    assert [each.tolist() for each in tokens] == [each.ids for each in whole]
+    assert all(map(np.array_equal, corpus._from_pieces(tokenizer, given), tokens)) != prepended
+
+
 def test_estimates_of_counted_entries_follow_their_shares() -> None:
     """They are those of the buckets of a table, and lower than if the model's probabilities were known."""
     for (name, (hits, trials)), axes in zip(corpus.counts_of_kinds().items(), BASE_AXES, strict=True):
@@ -196,11 +213,11 @@ def test_estimates_of_counted_entries_follow_their_shares() -> None:
 def counted(tmp_path, monkeypatch):
     """(tokenizer, its key, the file of its table): the package's tiny tokenizer, and a corpus of code."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tokenizer = lookahead.load("tiny").tokenizer
     monkeypatch.setattr(base_files, "SMALLEST_VOCABULARY", 1000)
     monkeypatch.setattr(base_files, "_building", {})
     code = "def is_prime(n):\n    for i in range(2, n):\n        if n % i == 0:\n            return False\n"
     monkeypatch.setattr(corpus, "texts", lambda: [code] * 20)
-    tokenizer = lookahead.load("tiny").tokenizer
     key = tokenizer_key(tokenizer)
     return tokenizer, key, table_file(key)
 
@@ -230,6 +247,53 @@ def test_text_gets_the_table_when_it_is_ready_and_stays_the_same(counted, monkey
         0,
         True,
     )
+
+
+def test_the_table_is_begun_when_its_model_is_loaded(counted, monkeypatch) -> None:
+    """Unless the drafter does without, or has been given one."""
+    _, key, file = counted
+    started: list[str] = []
+    monkeypatch.setattr(base_files, "build_in_background", lambda _, key: started.append(key))
+    for drafter in ("plain", Adaptive(sources=("suffix",)), Adaptive(table=str(file))):
+        lookahead.load("tiny", drafter=drafter)
+    assert started == []
+    lookahead.load("tiny")
+    lookahead.load("tiny")
+    assert started == [key]
+
+
+def test_a_part_of_the_corpus_comes_first(counted, monkeypatch) -> None:
+    """Its table serves until that of the whole is there, which is the same as of one count."""
+    tokenizer, key, file = counted
+    words = [f"def f{number}(n):\n    return n + {number % 7}\n" for number in range(40)]
+    monkeypatch.setattr(corpus, "texts", lambda: list(words))
+    found = []
+    save = corpus.save
+
+    def seen(places, *more, **keywords):
+        save(places, *more, **keywords)
+        found.append((len(places), open_table(file)))
+
+    monkeypatch.setattr(corpus, "save", seen)
+    build(tokenizer, key, monkeypatch)
+    whole = corpus.split(tokenizer.backend_tokenizer, words)
+    save(whole, file, key)
+    (part, first), (tokens, second) = found
+    assert (is_current(first), is_current(second)) == (False, True)
+    assert part < tokens / 7
+    assert tokens == len(whole)
+    assert all(map(np.array_equal, second.trie, open_table(file).trie))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="SCHED_IDLE is Linux's")
+def test_work_in_the_background_runs_when_the_processor_is_idle() -> None:
+    process = base_files.run_in_background("import time; time.sleep(60)")
+    try:
+        assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
+    finally:
+        process.kill()
+        process.wait()
+    base_files.run_when_idle(process.pid)  # one that has ended
 
 
 def test_one_process_builds_and_others_leave_its_table_alone(counted, monkeypatch, capsys) -> None:
@@ -315,7 +379,7 @@ def test_another_process_builds_the_table(tmp_path, monkeypatch) -> None:
     """As for a new user, but for the smallest vocabulary, and the priority, as other tests run at the same time."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(base_files, "SMALLEST_VOCABULARY", 1000)
-    monkeypatch.setattr(base_files, "NICE", 0)
+    monkeypatch.setattr(base_files, "run_when_idle", lambda process: None)
     monkeypatch.setattr(base_files, "_building", {})
     llm = lookahead.load("tiny")
     first = llm.generate("def add(a, b):", max_new_tokens=20, drafter=Adaptive(rows=4))

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Never
 
-from .core import SettingsError
+from .core import Drafter, SettingsError
 from .core.errors import Unsupported
 from .core.errors import shown as shown_text
 from .gguf import hub
@@ -171,7 +171,7 @@ def load_with(chosen: LoadOptions) -> LLM:
         raise SettingsError(
             f"revision names a version on the hub, but {place.name} is on disk; leave revision out"
         )
-    model, tokenizer, missing = _read(place, chosen, dtype, device)
+    model, tokenizer, missing = _read(place, chosen, dtype, device, drafter)
     if chosen.graph_memory != GRAPH_MEMORY:
         limit_graphs(model, chosen.graph_memory)
 
@@ -333,26 +333,39 @@ def _locate(path_or_id: str | os.PathLike[str]) -> Path | None:
 # ------------------------------------------------------------------------------- reading it
 
 
-def _read(place: Place, chosen: LoadOptions, dtype: str, device: str) -> tuple[Model, Any, str]:
-    """The model, its tokenizer or None, and why there is none."""
+def _read(
+    place: Place, chosen: LoadOptions, dtype: str, device: str, drafter: Drafter
+) -> tuple[Model, Any, str]:
+    """The model, its tokenizer or None, and why there is none. The drafter can prepare for a tokenizer meanwhile."""
     path = place.path
     file = open_model(path) if path is not None and path.is_file() else None
+    if chosen.engine is not None and file is None:
+        raise SettingsError(f"engine='llama.cpp' needs a GGUF file, got {place.shown}; give a .gguf file")
+    if chosen.engine is None and chosen.weights is not None:
+        _check_weights(place, file, chosen, dtype, device)
+    if file is not None:
+        tokenizer, missing = _read_tokenizer(place, file, chosen)
+        if tokenizer is not None:
+            drafter.expect(tokenizer)
+        return _read_file(place, file, chosen, dtype, device), tokenizer, missing
+    checkpoint = Checkpoint(place.name, path, None, chosen)
+    model = _quantized(checkpoint.read_model(dtype, device), chosen.weights)
+    tokenizer, missing = checkpoint.read_tokenizer()
+    if tokenizer is not None:
+        drafter.expect(tokenizer)
+    return model, tokenizer, missing
+
+
+def _read_file(place: Place, file: GGUFFile, chosen: LoadOptions, dtype: str, device: str) -> Model:
     if chosen.engine is not None:
-        if file is None:
-            raise SettingsError(f"engine='llama.cpp' needs a GGUF file, got {place.shown}; give a .gguf file")
         from .llamacpp.model import LlamaCppModel
 
-        return LlamaCppModel(file, chosen), *_read_tokenizer(place, file, chosen)
-    if chosen.weights is not None:
-        _check_weights(place, file, chosen, dtype, device)
-    elif file is not None and dtype == "auto" and device == "cpu":
+        return LlamaCppModel(file, chosen)
+    if chosen.weights is None and dtype == "auto" and device == "cpu":
         model = _read_compiled(place, file, chosen)
         if model is not None:
-            return model, *_read_tokenizer(place, file, chosen)
-    checkpoint = Checkpoint(place.name, path if file is None else None, file, chosen)
-    read = checkpoint.read_model(dtype, device)
-    tokenizer = _read_tokenizer(place, file, chosen) if file is not None else checkpoint.read_tokenizer()
-    return _quantized(read, chosen.weights) if chosen.weights is not None else read, *tokenizer
+            return model
+    return _quantized(Checkpoint(place.name, None, file, chosen).read_model(dtype, device), chosen.weights)
 
 
 def _read_compiled(place: Place, file: GGUFFile, chosen: LoadOptions) -> Model | None:
@@ -423,7 +436,10 @@ def _check_weights(place: Place, file: GGUFFile | None, chosen: LoadOptions, dty
         raise SettingsError("weights needs the CPU and dtype='auto'; leave out device and dtype")
 
 
-def _quantized(model: HFModel, weights: str) -> Model:
+def _quantized(model: HFModel, weights: str | None) -> Model:
+    """The model with its weights in this type; itself without one."""
+    if weights is None:
+        return model
     from .hf.quantize import quantize_model
 
     try:

@@ -156,6 +156,9 @@ class Drafter(ABC):
             tokens: the emitted tokens.
         """
 
+    def expect(self, tokenizer: Any) -> None:  # noqa: B027
+        """Called when a model with this tokenizer begins to load, for methods that can prepare for it meanwhile."""
+
     def prepare(self, model: Any, target: Target) -> Drafter:
         """The drafter for sequences of one model, with what it has to load for that model.
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import lzma
 import os
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,14 @@ if TYPE_CHECKING:
 TRIALS = 25.0
 #: Number of texts that are tokenized together.
 BATCH = 500
+#: Between pieces of text: before a single space within a line. All 17,075 texts of the corpus have the same tokens in
+#: pieces with the tokenizers of SmolLM2, Qwen2.5 and Gemma 3; those that put a space before every text have others.
+PIECES = re.compile(r"(?<=\S)(?= \S)")
+#: Number of texts that show whether a tokenizer is one of those.
+SAMPLE = 100
+#: Every so many-th text is counted first. In a fifth of the time, an eighth of the corpus gives two thirds of what
+#: the whole adds to S (0.19 of 0.29 in four rows, on the prose of a model of 1.5B).
+FIRST = 8
 
 
 def texts() -> list[str]:
@@ -48,14 +57,50 @@ def texts() -> list[str]:
         raise SettingsError(f"{CORPUS} is damaged ({first_line(error)}); install the package again") from None
 
 
-def split(tokenizer: Tokenizer, given: Iterable[str]) -> Places:
-    """The positions of texts in a tokenizer's units."""
+def tokenized(tokenizer: Tokenizer, given: Sequence[str]) -> list[Array]:
+    """The token ids of texts.
+
+    Most pieces of text occur often, so it is faster to tokenize each different piece once:
+
+        Counts of words.\n\nCounts of texts     "Counts", " of", " words.\n\nCounts", " texts"
+
+    If a sample shows that this tokenizer would give other ids, whole texts are tokenized.
+    """
+    sample = given[:SAMPLE]
+    if all(map(np.array_equal, _from_pieces(tokenizer, sample), _whole(tokenizer, sample))):
+        return _from_pieces(tokenizer, given)
+    return _whole(tokenizer, given)
+
+
+def _whole(tokenizer: Tokenizer, given: Iterable[str]) -> list[Array]:
     waiting = iter(given)
     found = list[Array]()
     while batch := list(islice(waiting, BATCH)):
         made = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         found += [np.array(each.ids, np.int32) for each in made]
-    return Places.of_corpus(found)
+    return found
+
+
+def _from_pieces(tokenizer: Tokenizer, given: Sequence[str]) -> list[Array]:
+    places = dict[str, int]()
+    parts = [
+        np.array([places.setdefault(piece, len(places)) for piece in PIECES.split(text)]) for text in given
+    ]
+    ids = _whole(tokenizer, places)
+    lengths = np.array([len(each) for each in ids], np.int64)
+    starts = np.cumsum(lengths) - lengths
+    every = np.concatenate(ids) if ids else np.zeros(0, np.int32)
+    found = list[Array]()
+    for part in parts:
+        ends = np.cumsum(lengths[part])
+        shifts = starts[part] - ends + lengths[part]
+        found.append(every[np.repeat(shifts, lengths[part]) + np.arange(ends[-1])])
+    return found
+
+
+def split(tokenizer: Tokenizer, given: Sequence[str]) -> Places:
+    """The positions of texts in a tokenizer's units."""
+    return Places.of_corpus(tokenized(tokenizer, given))
 
 
 def counts_of_kinds() -> dict[str, tuple[Array, Array]]:
@@ -67,7 +112,14 @@ def counts_of_kinds() -> dict[str, tuple[Array, Array]]:
     return found
 
 
-def save(places: Places, file: Path, key: str, least: float = LEAST_COUNT, most: int = MOST_CONTEXTS) -> None:
+def save(
+    places: Places,
+    file: Path,
+    key: str,
+    least: float = LEAST_COUNT,
+    most: int = MOST_CONTEXTS,
+    whole: bool = True,
+) -> None:
     """Count positions, and save the table.
 
     Args:
@@ -75,6 +127,7 @@ def save(places: Places, file: Path, key: str, least: float = LEAST_COUNT, most:
         file: the file of the table.
         key: the key of its tokenizer.
         least, most: see ``levels_of`` and ``trie_of``.
+        whole: whether these are all positions of the corpus. The table of a part serves until another replaces it.
 
     Raises:
         SettingsError: there are no positions, or the file cannot be written.
@@ -83,7 +136,7 @@ def save(places: Places, file: Path, key: str, least: float = LEAST_COUNT, most:
         raise SettingsError("a base table needs a tokenizer that splits text into tokens, but it finds none")
     vocabulary = int(max(places.contexts.max(), places.ids.max())) + 1
     trie = trie_of(levels_of([places], vocabulary, least=least), vocabulary, most)
-    save_table(file, trie, counts_of_kinds(), vocabulary, key, 0, corpus_bytes())
+    save_table(file, trie, counts_of_kinds(), vocabulary, key, 0, corpus_bytes() if whole else 0)
 
 
 def _is_ready(file: Path) -> bool:
@@ -96,7 +149,7 @@ def _is_ready(file: Path) -> bool:
 def main(key: str) -> None:
     """Build the table of the tokenizer on stdin (its JSON), unless another process does or has done so.
 
-    An error is one line on stderr.
+    A table of a part of the corpus comes first. An error is one line on stderr.
     """
     from filelock import FileLock, Timeout
     from tokenizers import Tokenizer
@@ -107,7 +160,12 @@ def main(key: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(file.with_suffix(".lock"), timeout=0):
             if not _is_ready(file):
-                save(split(Tokenizer.from_str(sys.stdin.read()), texts()), file, key)
+                tokenizer = Tokenizer.from_str(sys.stdin.read())
+                given = texts()
+                first = tokenized(tokenizer, given[::FIRST])
+                save(Places.of_corpus(first), file, key, whole=False)
+                del given[::FIRST]
+                save(Places.of_corpus(first + tokenized(tokenizer, given)), file, key)
     except Timeout:
         pass
     except (SettingsError, OSError, MemoryError) as error:

@@ -36,6 +36,8 @@ LEAST_COUNT = 2
 OWN = 4.0
 #: Weight of the shorter context's entry, in occurrences.
 SHORTER = 1.0
+#: Weights are rounded to multiples of this, whose sums are the same in any order.
+GRAIN = 2.0**-30
 #: Smallest probability to store.
 LEAST = 0.004
 #: Of every ``HELD_OUT`` runs of ``HELD_OUT`` consecutive texts, the last run is held out; runs contain all kinds of
@@ -134,23 +136,38 @@ class Level:
 
 
 def _means(groups: Array, ids: Array, weights: Array, vocabulary: int, count: int) -> tuple[Array, Array]:
-    """The WIDTH largest sums of weights by group and token: (ids, sums), each (count, WIDTH)."""
+    """The WIDTH largest sums of weights by group and token: (ids, sums), each (count, WIDTH).
+
+    Of equal sums, that of the smaller id comes first.
+    """
     keys = groups * vocabulary + ids
-    order = np.argsort(keys, kind="stable")
+    order = np.argsort(keys)
     keys = keys[order]
-    firsts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]][: len(keys)])
-    sums = np.add.reduceat(weights[order], firsts)
-    keys = keys[firsts]
-    groups, ids = keys // vocabulary, keys % vocabulary
-    order = np.lexsort((-sums, groups))
-    groups, ids, sums = groups[order], ids[order], sums[order]
-    ranks = np.arange(len(groups)) - np.searchsorted(groups, np.arange(count))[groups]
-    kept = ranks < WIDTH
+    firsts = _firsts(keys)
+    sums = np.add.reduceat(np.round(weights[order] / GRAIN) * GRAIN, firsts)
+    groups, ids = np.divmod(keys[firsts], vocabulary)
+
+    # Groups are small, so taking the largest sum of each WIDTH times is faster than sorting them.
     best_ids = np.full((count, WIDTH), -1, np.int64)
     best = np.zeros((count, WIDTH))
-    best_ids[groups[kept], ranks[kept]] = ids[kept]
-    best[groups[kept], ranks[kept]] = sums[kept]
+    for rank in range(WIDTH):
+        if not len(groups):
+            break
+        starts = _firsts(groups)
+        largest = np.maximum.reduceat(sums, starts)
+        at = np.flatnonzero(sums == np.repeat(largest, np.diff(starts, append=len(groups))))
+        at = at[_firsts(groups[at])]
+        best_ids[groups[at], rank] = ids[at]
+        best[groups[at], rank] = sums[at]
+        left = np.ones(len(groups), bool)
+        left[at] = False
+        groups, ids, sums = groups[left], ids[left], sums[left]
     return best_ids, best
+
+
+def _firsts(values: Array) -> Array:
+    """Where runs of equal values begin."""
+    return np.flatnonzero(np.r_[True, values[1:] != values[:-1]][: len(values)])
 
 
 def levels_in(trie: Trie, vocabulary: int) -> list[Level]:

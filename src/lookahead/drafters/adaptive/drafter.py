@@ -62,6 +62,12 @@ class Adaptive(AdaptiveSettings, Drafter):
     def __str__(self) -> str:
         return text_form(self.name, self)
 
+    def expect(self, tokenizer: Any) -> None:
+        """Start to build the tokenizer's base table if there is none."""
+        from .prepare import table_for  # imports numpy
+
+        table_for(self, tokenizer)
+
     def prepare(self, model: Any, target: Target) -> Adaptive:
         """The drafter with the model's cost curve, base table and light head, as far as its settings use them."""
         from .prepare import prepare  # imports numpy

@@ -145,7 +145,7 @@ class Remembered:
             if not running and monotonic() - self._started >= PAUSE:
                 self._started = monotonic()
                 main = f"from lookahead.learning.remembered import main; main({self.owner!r}, {self.key!r})"
-                self._process = run_in_background(f"os.umask(0o077); {main}")
+                self._process = run_in_background(f"import os; os.umask(0o077); {main}")
         except OSError as error:
             warn_once(f"{folder()} must be a writable folder to remember answers ({error.strerror})")
 
