@@ -286,14 +286,20 @@ def test_a_part_of_the_corpus_comes_first(counted, monkeypatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="SCHED_IDLE is Linux's")
-def test_work_in_the_background_runs_when_the_processor_is_idle() -> None:
+def test_work_in_the_background_runs_when_the_processor_is_idle(counted, monkeypatch) -> None:
+    """One that builds a table has the processor until text is decoded."""
+    monkeypatch.setattr(base_files, "build_in_background", lambda _, key: building.update({key: process}))
+    building = base_files._building
     process = base_files.run_in_background("import time; time.sleep(60)")
     try:
+        llm = lookahead.load("tiny")
+        assert os.sched_getscheduler(process.pid) == os.SCHED_OTHER
+        llm.generate("def add(a, b):", max_new_tokens=2, drafter=Adaptive(rows=4))
         assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
     finally:
         process.kill()
         process.wait()
-    base_files.run_when_idle(process.pid)  # one that has ended
+    base_files.run_when_idle(process)  # one that has ended
 
 
 def test_one_process_builds_and_others_leave_its_table_alone(counted, monkeypatch, capsys) -> None:

@@ -31,7 +31,7 @@ from .sources.base_table import BaseTable, open_table
 INCLUDED = Path(__file__).parent / "tables"
 #: The text of models in which tables are counted.
 CORPUS = INCLUDED / "corpus.jsonl.xz"
-#: What a process in the background adds to its nice value where the system has no SCHED_IDLE. Beside decoding on two
+#: The nice value of a process in the background where the system has no SCHED_IDLE. Beside decoding on two
 #: cores of Linux 6.18, a nice process gets 60 to 80 % of a core, and passes take 1.6 times as long; with SCHED_IDLE,
 #: it gets 12 %, and they take 1.1 times as long (dev/LOG.md).
 NICE = 16
@@ -110,24 +110,29 @@ def read_tables(key: str, vocabulary: int) -> tuple[list[BaseTable], list[str]]:
     return sorted(tables, key=lambda table: -table.learned), reasons
 
 
-def base_table_of(tokenizer: Any, key: str, vocabulary: int) -> BaseTable | None:
+def base_table_of(tokenizer: Any, key: str, vocabulary: int, decodes: bool = True) -> BaseTable | None:
     """The first of ``read_tables`` for a tokenizer. Warns about those that cannot be used.
 
-    If there is none, or only one that was counted in an earlier corpus, another process starts to build one. Later
-    calls return it once it is complete.
+    If there is none, or only one that was counted in an earlier corpus, another process starts to build one, and runs
+    in idle time once text is decoded. Later calls return the table once it is complete.
 
     Args:
         tokenizer: of the model; None if unknown.
         key: its key.
         vocabulary: V of the model.
+        decodes: whether text is about to be decoded, rather than a model loaded.
     """
     tables, reasons = read_tables(key, vocabulary)
     for reason in reasons:
         warn_once(reason)
-    if key and key not in _building and not any(map(is_current, tables)):
-        _building[key] = None
-        if not cannot_build(tokenizer):
-            build_in_background(tokenizer, key)
+    if key and not any(map(is_current, tables)):
+        if key not in _building:
+            _building[key] = None
+            if not cannot_build(tokenizer):
+                build_in_background(tokenizer, key)
+        process = _building[key]
+        if process is not None and decodes:
+            run_when_idle(process)
     return tables[0] if tables else None
 
 
@@ -152,7 +157,7 @@ def cannot_build(tokenizer: Any) -> str:
 
 
 def build_in_background(tokenizer: Any, key: str) -> None:
-    """Start a process that builds a tokenizer's table in idle time. It goes on after this one has ended.
+    """Start a process that builds a tokenizer's table. It goes on after this one has ended.
 
     Args:
         tokenizer: one for which ``cannot_build`` finds no reason.
@@ -170,26 +175,26 @@ def build_in_background(tokenizer: Any, key: str) -> None:
 
 
 def run_in_background(program: str, stdin: IO[bytes] | int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-    """Run a Python program in another process, in idle time. An interrupt does not end it.
+    """Run a Python program in another process, which an interrupt does not end.
 
     Raises:
         OSError: the process cannot be started.
     """
-    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    deaf = "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-c", f"{deaf}; {program}"]
-    process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.DEVNULL, env=environment)
-    run_when_idle(process.pid)
-    return process
+    return subprocess.Popen(command, stdin=stdin, stdout=subprocess.DEVNULL, env=environment)
 
 
-def run_when_idle(process: int) -> None:
-    """Let a process run while no other one needs the processor, as far as the system can."""
-    with suppress(OSError):  # it has ended, or the system refuses
+def run_when_idle(process: subprocess.Popen[bytes]) -> None:
+    """Let a process run only while no other one needs the processor, as far as the system can."""
+    if process.poll() is not None:
+        return
+    with suppress(OSError):  # the system refuses
         if sys.platform == "linux":
-            os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
         elif hasattr(os, "setpriority"):
-            os.setpriority(os.PRIO_PROCESS, process, NICE)
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
 
 
 def wait_for_tables() -> None:

@@ -64,9 +64,9 @@ class Adaptive(AdaptiveSettings, Drafter):
 
     def expect(self, tokenizer: Any) -> None:
         """Start to build the tokenizer's base table if there is none."""
-        from .prepare import table_for  # imports numpy
+        from .prepare import expect  # imports numpy
 
-        table_for(self, tokenizer)
+        expect(self, tokenizer)
 
     def prepare(self, model: Any, target: Target) -> Adaptive:
         """The drafter with the model's cost curve, base table and light head, as far as its settings use them."""

@@ -12,7 +12,6 @@ from .for_model import ForModel
 from .heads import head_of
 from .model_curves import curve_at_hand
 from .settings import AdaptiveSettings
-from .sources.base_table import BaseTable
 
 
 def prepare(drafter: AdaptiveSettings, model: Model, target: Target) -> ForModel:
@@ -26,21 +25,17 @@ def prepare(drafter: AdaptiveSettings, model: Model, target: Target) -> ForModel
         curve = curve_at_hand(model, target, notice)
     if drafter.head is not None:
         head = head_of(model, target, drafter.head, notice)
-    table = table_for(drafter, model.tokenizer, key_of(model), model.shape.vocabulary)
+    table = None
+    if _finds_table(drafter):
+        table = base_table_of(model.tokenizer, key_of(model), model.shape.vocabulary)
     return ForModel(curve, head, table, key_of(model))
 
 
-def table_for(
-    drafter: AdaptiveSettings, tokenizer: Any, key: str | None = None, vocabulary: int = 0
-) -> BaseTable | None:
-    """The base table of a tokenizer, if drafters with these settings use it; see ``base_table_of``.
+def expect(drafter: AdaptiveSettings, tokenizer: Any) -> None:
+    """Start to build the base table of a tokenizer while a model loads, if drafters with these settings use it."""
+    if _finds_table(drafter):
+        base_table_of(tokenizer, tokenizer_key(tokenizer), 0, decodes=False)
 
-    Args:
-        drafter: the settings.
-        tokenizer: None if unknown.
-        key: of the tokenizer, if it is known.
-        vocabulary: V of the model; 0 if unknown.
-    """
-    if "base" not in drafter.sources or drafter.table is not None:
-        return None
-    return base_table_of(tokenizer, tokenizer_key(tokenizer) if key is None else key, vocabulary)
+
+def _finds_table(drafter: AdaptiveSettings) -> bool:
+    return "base" in drafter.sources and drafter.table is None
