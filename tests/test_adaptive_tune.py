@@ -72,7 +72,7 @@ def loaded(toy_plain):
 
 def forget(llm):
     """Let curves be read from disk again, as in another process."""
-    for name in ("curves", "outdated curve"):
+    for name in ("curves", "outdated curve", "disturbed curve"):
         llm.model.state.pop(name, None)
 
 
@@ -379,6 +379,18 @@ def test_a_curve_of_a_slower_machine_is_measured_again_once(llm, monkeypatch, pl
     assert Adaptive().prepare(llm.model, llm.target()).for_model.cost_curve == saved_for(llm)
 
 
+@pytest.mark.parametrize(("seconds", "again"), [(0.0, 1), (1e9, 0)])
+def test_a_disturbed_measurement_is_repeated_once_after_some_decoding(llm, monkeypatch, seconds, again):
+    monkeypatch.setattr(model_curves, "REPEAT", seconds)
+    measured = []
+    disturbed = replace(CURVE, plain=100.0), False
+    monkeypatch.setattr(measure, "measure", lambda target: measured.append(1) or disturbed)
+    for _ in range(4):
+        llm.generate([5, 9, 14], max_new_tokens=60, ignore_eos=True)
+    assert len(measured) == 1 + again
+    assert saved_for(llm) is None
+
+
 def test_a_model_is_not_measured_for_drafters_without_a_curve(llm, cache):
     for drafter in ("plain", "5,4,5", Adaptive(rows=4)):
         llm.generate([5, 9, 14], max_new_tokens=6, drafter=drafter)
@@ -638,13 +650,23 @@ def test_a_slow_model_is_not_held_up(monkeypatch):
     assert steady
 
 
-@pytest.mark.parametrize(("patience", "contexts"), [(100.0, [64, 512]), (50.0, [64])])
-def test_a_model_with_a_slow_prefill_is_measured_after_one_context(monkeypatch, patience, contexts):
+@pytest.mark.parametrize(("patience", "contexts"), [(100.0, [64, 512]), (50.0, [64, 64])])
+def test_a_model_with_a_slow_prefill_is_measured_twice_after_the_short_context(
+    monkeypatch, patience, contexts
+):
     """512 rows of 2.5 / 16 plain passes each take 80."""
     target = ClockedTarget(EPYC)
     use_clock(monkeypatch, target)
-    curve, _ = measure.measure(target, patience)
-    assert list(curve.rows) == contexts
+    timed = []
+    time_steps = measure.time_steps
+    monkeypatch.setattr(
+        measure, "time_steps", lambda target, at, *more: timed.append(at) or time_steps(target, at, *more)
+    )
+    curve, steady = measure.measure(target, patience)
+    assert timed == contexts
+    assert list(curve.rows) == list(dict.fromkeys(contexts))
+    assert steady
+    assert curve.pass_cost(8) == pytest.approx(EPYC.pass_cost(8))
 
 
 def test_a_slow_plain_pass_does_not_make_rows_look_free(monkeypatch, cache):

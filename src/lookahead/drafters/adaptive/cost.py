@@ -66,14 +66,14 @@ class CostCurve:
         return cls({0: ASSUMED_ON_GPU if on_gpu else ASSUMED}, ASSUMED_DRAFTING)
 
     def at_least(self, other: CostCurve) -> CostCurve:
-        """This curve, but no pass costs less than in another one."""
+        """This curve, but no pass costs less than in another one, and the time of a plain pass is unknown."""
         rows = {
             context: {
                 number: max(cost, float(other.pass_cost(number, context))) for number, cost in points.items()
             }
             for context, points in self.rows.items()
         }
-        return CostCurve(rows, max(self.drafting, other.drafting), self.plain)
+        return CostCurve(rows, max(self.drafting, other.drafting))
 
     def budget(self, sequences: int, captured: bool = False) -> int:
         """The row budget of a pass over this many sequences: as many rows as cost at most ``BUDGET`` plain passes,

@@ -54,25 +54,36 @@ def measure(target: Target, patience: float = PATIENCE) -> tuple[CostCurve, bool
         SettingsError: the model has too few positions, or no step of several rows fits in memory or its vocabulary.
         OutOfMemory: not even a plain step fits in memory.
     """
+    # Time the steps. The prefill of a long context would take a slow model longer than its steps, whose time hardly
+    # depends on the context, so it has the short one twice.
+    seconds = dict[int, dict[int, list[float]]]()
+    drafts = dict[int, list[float]]()
+    slow = False
+    for context in CONTEXTS:
+        at = CONTEXTS[0] if slow else context
+        begin = perf_counter()
+        passes, drafted = time_steps(target, at, ROWS, patience / len(CONTEXTS))
+        if len(passes) < 2:
+            break
+        before = seconds.setdefault(at, {})
+        seconds[at] = {number: [*before.get(number, ()), *some] for number, some in passes.items()}
+        drafts[at] = [*drafts.get(at, ()), *drafted]
+        if (perf_counter() - begin) * len(CONTEXTS) > 2 * patience:
+            break
+        most = max(passes)
+        slow = CONTEXTS[-1] * min(passes[most]) / most > patience
+
+    # The curve.
     rows = dict[int, dict[int, float]]()
     drafting, fastest = list[float](), list[float]()
     steady = True
-    for context in CONTEXTS:
-        begin = perf_counter()
-        passes, drafts = time_steps(target, context, ROWS, patience / len(CONTEXTS))
-        if len(passes) < 2:
-            break
-        plain = passes[1]
+    for context, passes in seconds.items():
+        plain = min(passes[1])
         rows[context] = fitted({number: min(some) for number, some in passes.items()})
-        drafting.append(median(drafts) / min(plain))
-        fastest.append(min(plain))
+        drafting.append(median(drafts[context]) / plain)
+        fastest.append(plain)
         steady &= all(is_steady(some) for number, some in passes.items() if number <= CHECKED_ROWS)
-        steady &= all(min(some) >= LEAST_COST * min(plain) for some in passes.values())
-        # A slow model would take long, and most of that for its prefill. Its passes depend little on the context.
-        most = max(passes)
-        prefill = CONTEXTS[-1] * min(passes[most]) / most
-        if (perf_counter() - begin) * len(CONTEXTS) > 2 * patience or prefill > patience:
-            break
+        steady &= all(min(some) >= LEAST_COST * plain for some in passes.values())
     if not rows:
         raise SettingsError(
             f"a cost curve needs steps of several rows after {CONTEXTS[0]} tokens, and this model has none"

@@ -3,7 +3,8 @@
 The first text on a machine has the assumed curve, so that it does not wait; the curve is measured when it has ended.
 
 A measurement that other work disturbed is not saved, so the next process measures again. Its own process takes no row
-to cost less than it is assumed to, because a disturbed plain step makes rows look cheap.
+to cost less than it is assumed to, because a disturbed plain step makes rows look cheap, and measures again when it
+has decoded for some time: the other work may have ended by then, such as the count of a base table.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ TUNING = 10.0
 FASTER = 0.97
 #: Fewest steps of such a text.
 ENOUGH_STEPS = 16
+#: Seconds of passes after which a disturbed measurement is repeated; it takes two to four.
+REPEAT = 30.0
 #: Held while curves are measured, because two threads that measure at once disturb each other.
 measuring = RLock()
 
@@ -177,7 +180,8 @@ def measure_wanted(model: Model, make_target: Callable[[], Target], notice: Call
 
 
 def forget_outdated(model: Model, target: Target, stats: Stats) -> None:
-    """Forget the curve of a model, once in a process, if a text's passes were much faster than it says.
+    """Forget the curve of a model, once in a process, if a text's passes were much faster than it says, or if its
+    measurement was disturbed and passes have taken ``REPEAT`` seconds since.
 
     Args:
         model: a loaded model.
@@ -186,10 +190,17 @@ def forget_outdated(model: Model, target: Target, stats: Stats) -> None:
     """
     curves = model.state.get("curves", {})
     curve = curves.get(_place(model, target))
-    if curve is None or runs_on_gpu(model) or stats.steps < ENOUGH_STEPS or "outdated curve" in model.state:
+    if curve is None or runs_on_gpu(model) or "outdated curve" in model.state:
         return  # a pass of a GPU goes on after its call has returned
-    passes = sum(number * float(curve.pass_cost(rows)) for rows, number in stats.rows_per_step.items())
-    if stats.seconds["forward"] < FASTER * curve.plain * passes:
+    seconds = stats.seconds["forward"]
+    if curve.plain:
+        passes = sum(number * float(curve.pass_cost(rows)) for rows, number in stats.rows_per_step.items())
+        outdated = stats.steps >= ENOUGH_STEPS and seconds < FASTER * curve.plain * passes
+    else:
+        since = model.state.setdefault("disturbed curve", {"seconds": 0.0})
+        since["seconds"] += seconds
+        outdated = since["seconds"] > REPEAT
+    if outdated:
         model.state["outdated curve"] = {}
         curves[_place(model, target)] = None
 
