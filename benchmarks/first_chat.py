@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -47,7 +49,14 @@ class Reply(NamedTuple):
 def talk(command: list[str], environment: dict[str, str]) -> tuple[list[Reply], str]:
     """The answers of one chat to ``MESSAGES``, and all their text."""
     chat = subprocess.Popen(
-        command, stdin=-1, stdout=-1, stderr=-1, text=True, encoding="utf-8", env=environment
+        command,
+        stdin=-1,
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        encoding="utf-8",
+        env=environment,
+        start_new_session=True,
     )
     to, shown, noted = chat.stdin, chat.stdout, chat.stderr
     assert to is not None
@@ -68,13 +77,15 @@ def talk(command: list[str], environment: dict[str, str]) -> tuple[list[Reply], 
     to.close()
     reading.join()
     chat.wait()
+    with suppress(ProcessLookupError):  # a table that is still being counted would disturb the next chat
+        os.killpg(chat.pid, signal.SIGKILL)
     return replies, "".join(texts)
 
 
 def run(model: str, drafter: str, options: list[str]) -> tuple[list[Reply], str]:
     """One chat with empty caches."""
     command = [sys.executable, "-m", "lookahead", "chat", model, "--drafter", drafter, *options]
-    with TemporaryDirectory() as cache:
+    with TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         return talk(command, os.environ | {"XDG_CACHE_HOME": cache})
 
 

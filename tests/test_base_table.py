@@ -9,6 +9,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
+import lookahead
 from lookahead.core import Request, SettingsError
 from lookahead.drafters import Adaptive, Plain, as_drafter
 from lookahead.drafters.adaptive import base_files, heads
@@ -361,14 +362,18 @@ def test_sampled_texts_with_a_table_are_those_of_plain_decoding(own_table):
     assert tokens[0] == tokens[1]
 
 
-def test_a_table_that_cannot_be_used_is_said_once_and_left_out(own_table, saved, tmp_path):
-    base_files.warn_once.cache_clear()
-    target = FakeTarget(32)
+def test_a_table_that_was_named_and_cannot_be_used_is_refused(saved, tmp_path):
+    from lookahead.hf.testing import tiny_model
+
+    llm = lookahead.LLM(tiny_model(vocab_size=32))
     for file, says in ((saved, "vocabulary of 32 tokens"), (tmp_path / "none", "must be a file")):
-        with pytest.warns(UserWarning, match=f"{says}.*; drafting continues without this base table"):
-            (sequence, _) = assert_same_as_autoregressive(target, PROMPTS[:2], Adaptive(rows=8, table=file))
-        assert sequence.error is None
-        assert sequence.stats.drafter["accepted_by_base"] == 0
+        drafter = Adaptive(rows=8, table=file)
+        with pytest.raises(SettingsError, match=says):
+            llm.generate([5, 6, 7], max_new_tokens=5, drafter=drafter)
+        (sequence,) = run(FakeTarget(32), [Request([5, 6, 7], drafter, 5)])
+        assert (type(sequence.error), says in str(sequence.error)) == (SettingsError, True)
+    with pytest.raises(SettingsError, match="must be a file"):
+        lookahead.load("tiny", drafter=drafter)
 
 
 def test_a_text_names_the_table(own_table):

@@ -972,7 +972,7 @@ def test_workloads_of_one_name_are_refused_before_the_work(model, tmp_path, monk
 def test_tune_needs_a_model_that_drafts(monkeypatch):
     probe = SimpleNamespace(drafts=False, reason="its state is recurrent")
     recurrent = SimpleNamespace(model=SimpleNamespace(probe=probe))
-    monkeypatch.setattr(sys.modules["lookahead.cli.tune"], "load_model", lambda load: recurrent)
+    monkeypatch.setattr(sys.modules["lookahead.cli.tune"], "load_model", lambda load, drafter: recurrent)
     refused(
         "this model decodes one row at a time, so there is nothing to tune: its state is recurrent$",
         "tune",

@@ -20,10 +20,12 @@ from benchmarks.corpus.pack import clean, kept, pack, without_loop
 from benchmarks.corpus.requests import KINDS, LISTS, WRITERS, asks
 from benchmarks.corpus.write import TEMPERATURE, again, answered_in, read, write
 from learned import small_disk
+from lookahead.cpu import load as cpu_load
 from lookahead.drafters import Adaptive, Plain
-from lookahead.drafters.adaptive import base_files
+from lookahead.drafters.adaptive import base_files, prepare
 from lookahead.drafters.adaptive.base_files import CORPUS, cannot_build, is_current, table_file, tokenizer_key
 from lookahead.drafters.adaptive.calibration import fits_of, new_buckets
+from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.drafters.adaptive.sources.base_table import (
     BASE_AXES,
     STEP,
@@ -33,6 +35,8 @@ from lookahead.drafters.adaptive.sources.base_table import (
 )
 from lookahead.learning import corpus
 from lookahead.learning.table import Places, levels_of, trie_of
+from lookahead.llm import LLM
+from test_cli import call
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -249,17 +253,71 @@ def test_text_gets_the_table_when_it_is_ready_and_stays_the_same(counted, monkey
     )
 
 
-def test_the_table_is_begun_when_its_model_is_loaded(counted, monkeypatch) -> None:
-    """Unless the drafter does without, or has been given one."""
-    _, key, file = counted
+def test_the_table_is_begun_when_its_model_is_loaded(counted, tmp_path, monkeypatch) -> None:
+    """Unless the drafter does without, or has been given one, or the command drafts nothing."""
+    tokenizer, key, _ = counted
+    file = tmp_path / "table"
+    corpus.save(corpus.split(tokenizer.backend_tokenizer, corpus.texts()), file, key)
     started: list[str] = []
     monkeypatch.setattr(base_files, "build_in_background", lambda _, key: started.append(key))
     for drafter in ("plain", Adaptive(sources=("suffix",)), Adaptive(table=str(file))):
         lookahead.load("tiny", drafter=drafter)
+    monkeypatch.setattr(LLM, "tune", lambda llm: (CostCurve.assumed(), None))
+    call("tune", "tiny")
     assert started == []
     lookahead.load("tiny")
     lookahead.load("tiny")
     assert started == [key]
+
+
+def test_a_files_table_is_begun_before_its_weights_are_read(tiny_gguf, monkeypatch) -> None:
+    order = []
+    read = cpu_load.read_model
+    monkeypatch.setattr(prepare, "expect", lambda drafter, tokenizer: order.append("tokenizer"))
+    monkeypatch.setattr(cpu_load, "read_model", lambda *given: order.append("weights") or read(*given))
+    lookahead.load(tiny_gguf("qwen2"))
+    assert order == ["tokenizer", "weights"]
+
+
+def test_a_tokenizer_that_cannot_be_written_is_said_once(counted, monkeypatch) -> None:
+    """A model loads and decodes without a table."""
+
+    def broken(tokenizer):
+        raise ValueError("a pre-tokenizer in Python")
+
+    monkeypatch.setattr(type(counted[0].backend_tokenizer), "to_str", broken, raising=False)
+    base_files.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"no base table can be built .*a pre-tokenizer in Python"):
+        llm = lookahead.load("tiny")
+    assert llm.generate("def add(a, b):", max_new_tokens=2, drafter=Adaptive(rows=4)).tokens
+
+
+def test_a_table_that_is_there_stays_until_the_whole_is_counted_or_learned(counted, monkeypatch) -> None:
+    """That of an earlier corpus is better than that of a part, and a learned one than that of the whole."""
+    tokenizer, key, _ = counted
+    save = corpus.save
+    saved = []
+    monkeypatch.setattr(corpus, "save", lambda *given, **more: saved.append(more) or save(*given, **more))
+    build(tokenizer, key, monkeypatch)
+    assert saved == [{"whole": False}, {}]
+    monkeypatch.setattr(corpus, "is_current", lambda table: False)
+    build(tokenizer, key, monkeypatch)
+    assert saved[2:] == [{}]
+    results = iter([False, True])  # learned meanwhile
+    monkeypatch.setattr(corpus, "is_current", lambda table: next(results))
+    build(tokenizer, key, monkeypatch)
+    assert len(saved) == 3
+
+
+def test_a_count_without_memory_is_one_line(counted, monkeypatch, capsys) -> None:
+    def full(*given):
+        raise MemoryError("no memory for the count")
+
+    monkeypatch.setattr(corpus, "tokenized", full)
+    capsys.readouterr()
+    build(*counted[:2], monkeypatch)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "lookahead: there is no base table for this tokenizer: no memory for the count"
 
 
 def test_a_part_of_the_corpus_comes_first(counted, monkeypatch) -> None:
@@ -293,13 +351,12 @@ def test_work_in_the_background_runs_when_the_processor_is_idle(counted, monkeyp
     process = base_files.run_in_background("import time; time.sleep(60)")
     try:
         llm = lookahead.load("tiny")
-        assert os.sched_getscheduler(process.pid) == os.SCHED_OTHER
+        assert os.sched_getscheduler(process.pid) == os.sched_getscheduler(0)
         llm.generate("def add(a, b):", max_new_tokens=2, drafter=Adaptive(rows=4))
         assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
     finally:
         process.kill()
         process.wait()
-    base_files.run_when_idle(process)  # one that has ended
 
 
 def test_one_process_builds_and_others_leave_its_table_alone(counted, monkeypatch, capsys) -> None:

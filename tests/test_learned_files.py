@@ -352,6 +352,7 @@ def test_the_contexts_of_a_table_are_limited(monkeypatch, tmp_path):
         output=None,
         _llm=SimpleNamespace(vocabulary=8, tokenizer=None),
         _key="",
+        _corpus=None,
     )
     learner.build()
     assert 2 * 44 * given[2] + 4 * 1_000_000 < base_table.LARGEST_FILE

@@ -634,7 +634,7 @@ def test_auto_without_hidden_states_decodes_the_same_text(path, capsys):
 def test_training_a_head_names_the_engine_that_cannot(monkeypatch):
     loaded = SimpleNamespace(model=llamacpp_model())
     command = import_module("lookahead.cli.train_head")
-    monkeypatch.setattr(command, "load_model", lambda load: loaded)
+    monkeypatch.setattr(command, "load_model", lambda load, drafter: loaded)
     refused("needs hidden states, which engine='llama.cpp' does not provide; omit engine", "train-head", "x")
 
 

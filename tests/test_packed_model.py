@@ -262,6 +262,7 @@ def test_an_architecture_that_only_transformers_knows(files, monkeypatch):
     assert "transformers decodes them to bfloat16, so memory and step time are several times as large" in str(
         warned[0].message
     )
+    assert warned[0].filename == __file__
     assert (type(llm.model.module).__name__, llm.dtype) == ("Qwen2ForCausalLM", "bfloat16")
 
 

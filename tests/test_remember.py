@@ -39,7 +39,6 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(
         remembered, "run_in_background", lambda program: exec(program, {"os": SimpleNamespace(umask=int)})
     )
-    monkeypatch.setattr(remembered, "run_when_idle", lambda process: None)
     base_files.warn_once.cache_clear()
 
 

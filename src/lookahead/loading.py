@@ -387,7 +387,7 @@ def _read_compiled(place: Place, file: GGUFFile, chosen: LoadOptions) -> Model |
                 f"{place.shown}: its weights cannot stay packed ({error}); transformers decodes them to bfloat16, "
                 "so memory and step time are several times as large",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
         return None
 

@@ -184,14 +184,15 @@ def _remembered() -> dict[str, Any]:
 
 def _base_table(llm: LLM) -> str:
     """The table that the adaptive drafter uses, or how to get one, after the reasons why others cannot be used."""
-    from ..drafters.adaptive.base_files import cannot_build, key_of, read_tables
+    from ..drafters.adaptive.base_files import cannot_build, is_current, key_of, read_tables
 
     tables, reasons = read_tables(key_of(llm.model), llm.vocabulary)
     if not tables:
-        missing = cannot_build(llm.tokenizer) or "the first text makes one, in seconds"
+        missing = cannot_build(llm.tokenizer) or "one is counted when the model is loaded"
         return "; ".join([*reasons, f"none ({missing}); lookahead learn makes a better one"])
     learned = tables[0].learned
-    used = f"{tables[0].path}, from {f'{learned:,} tokens' if learned else 'the corpus'}"
+    corpus = "the corpus" if is_current(tables[0]) else "a part of the corpus or an earlier one"
+    used = f"{tables[0].path}, from {f'{learned:,} tokens' if learned else corpus}"
     return "; ".join([*reasons, f"in use: {used}"]) if reasons else used
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..drafters import Plain
 from ..options import LoadOptions
 from .adapter import with_options
 from .console import Interrupted, LongProgress, note
@@ -42,7 +43,7 @@ def learn(
     if minutes is None and tokens is None:
         minutes = MINUTES
     goal = Goal(None if minutes is None else 60 * minutes, tokens)
-    llm = load_model(load)
+    llm = load_model(load, Plain())
     learner = Learner(llm, output)
     note_text(llm, learner.folder.tokens)
     # Generate until the goal or an interrupt, then build the table from all text.

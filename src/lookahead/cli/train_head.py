@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..drafters import Plain
 from ..learning.train_settings import TrainSettings
 from ..options import LoadOptions
 from .adapter import with_options
@@ -38,7 +39,7 @@ def train_head(
     require_transformers("train-head")
     from ..learning.head_learner import HeadLearner
 
-    llm = load_model(load)
+    llm = load_model(load, Plain())
     learner = HeadLearner(llm, tokens, settings, output, note)
     note_text(llm, learner.texts.tokens)
     try:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..core import SettingsError
+from ..drafters import Plain
 from ..options import LoadOptions
 from .adapter import with_options
 from .console import note
@@ -21,7 +22,7 @@ def tune(*, as_json: Json = False, load: LoadOptions) -> None:
 
     Without this command, the curve is measured when a model is first used on a machine; then runs read it from disk.
     """
-    llm = load_model(load)
+    llm = load_model(load, Plain())
     if not llm.model.probe.drafts:
         raise SettingsError(
             f"this model decodes one row at a time, so there is nothing to tune: {llm.model.probe.reason}"

@@ -157,7 +157,13 @@ class Drafter(ABC):
         """
 
     def expect(self, tokenizer: Any) -> None:  # noqa: B027
-        """Called when a model with this tokenizer begins to load, for methods that can prepare for it meanwhile."""
+        """Called when a model with this tokenizer is loaded, for methods that can prepare before the first text.
+
+        A GGUF file's tokenizer is read before its weights, that of other models after them.
+
+        Raises:
+            SettingsError: the settings do not fit the tokenizer.
+        """
 
     def prepare(self, model: Any, target: Target) -> Drafter:
         """The drafter for sequences of one model, with what it has to load for that model.

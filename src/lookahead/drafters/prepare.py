@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 #: Minimum row budget of a pass, regardless of cost.
 LEAST_ROWS = 64
+#: Seconds to wait for a base table that is being counted, before the cost of steps is measured for a server.
+LONGEST_WAIT = 60.0
 
 
 class Preparation:
@@ -45,9 +47,11 @@ class Preparation:
         prepared = (drafter if self._drafts else Plain()).prepare(self._model, target)
         most = prepared.max_step_rows
         if self._limits_rows and (most is None or most > LEAST_ROWS):
-            from .adaptive.model_curves import curve_at_hand, measure_wanted  # imports numpy
+            from .adaptive.base_files import wait_for_tables  # imports numpy
+            from .adaptive.model_curves import curve_at_hand, measure_wanted
 
             self._curve = curve_at_hand(self._model, target, notice)
+            wait_for_tables(LONGEST_WAIT)  # they would disturb the measurement
             if measure_wanted(self._model, self._make_target, notice):
                 self._curve = curve_at_hand(self._model, target, notice)
                 prepared = drafter.prepare(self._model, target)

@@ -87,8 +87,7 @@ class Proposer:
 
     def __init__(self, vllm_config: Any) -> None:
         check(vllm_config)
-        from ..drafters.adaptive.base_files import base_table_of, tokenizer_key
-        from ..drafters.adaptive.for_model import ForModel
+        from ..drafters.adaptive.base_files import tokenizer_key
         from ..drafters.adaptive.state import AdaptiveState
         from ..hf.model import config_key
         from .vllm_costs import StepCosts
@@ -113,13 +112,25 @@ class Proposer:
         #: The rows for each request of the step being measured; None if it is not measured, or not as planned.
         self._measured: int | None = None
         self._begin = 0.0
-        if "base" in drafter.sources:
-            tokenizer = _tokenizer_of(vllm_config.model_config)
-            key = tokenizer_key(tokenizer)
-            table = base_table_of(tokenizer, key, self._vocabulary) if drafter.table is None else None
-            self._drafter = replace(self._drafter, for_model=ForModel(base_table=table, tokenizer=key))
+        self._tokenizer = _tokenizer_of(vllm_config.model_config) if "base" in drafter.sources else None
+        self._key = tokenizer_key(self._tokenizer)
+        self._find_table()
         self._known: list[KnownRequest | None] = []
         self._logits: Any = None
+
+    def _find_table(self) -> None:
+        """Take the base table as it is now: it may still be counted."""
+        from ..drafters.adaptive.base_files import base_table_of, checked_table
+        from ..drafters.adaptive.for_model import ForModel
+
+        drafter = self._drafter
+        if "base" in drafter.sources:
+            table = (
+                base_table_of(self._tokenizer, self._key, self._vocabulary)
+                if drafter.table is None
+                else checked_table(drafter.table, self._vocabulary, self._key)
+            )
+            self._drafter = replace(drafter, for_model=ForModel(base_table=table, tokenizer=self._key))
 
     def load_model(self, model: Any) -> None:
         """Hook the model's logits."""
@@ -182,6 +193,7 @@ class Proposer:
 
     def _start(self, tokens: np.ndarray[Any, Any]) -> AdaptiveDraftState:
         """The drafter's state of a request that has just emitted its first token."""
+        self._find_table()
         start = Start(tokens[:-1].tolist(), int(tokens[-1]), vocabulary=self._vocabulary)
         return self._drafter.start(start)
 

@@ -14,7 +14,7 @@ import lzma
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from ..core import SettingsError
 from ..core.errors import first_line
 from ..drafters.adaptive.base_files import CORPUS, corpus_bytes, is_current, table_file
 from ..drafters.adaptive.calibration import fits_of, new_buckets
-from ..drafters.adaptive.sources.base_table import open_table, save_table
+from ..drafters.adaptive.sources.base_table import BaseTable, open_table, save_table
 from .table import LEAST_COUNT, MOST_CONTEXTS, Array, Places, levels_of, trie_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ BATCH = 500
 #: Between pieces of text: before a single space within a line. All 17,075 texts of the corpus have the same tokens in
 #: pieces with the tokenizers of SmolLM2, Qwen2.5 and Gemma 3; those that put a space before every text have others.
 PIECES = re.compile(r"(?<=\S)(?= \S)")
-#: Number of texts that show whether a tokenizer is one of those.
+#: Number of texts, roughly, that show whether a tokenizer is one of those.
 SAMPLE = 100
 #: Every so many-th text is counted first. In a fifth of the time, an eighth of the corpus gives two thirds of what
 #: the whole adds to S (0.19 of 0.29 in four rows, on the prose of a model of 1.5B).
@@ -58,7 +58,7 @@ def texts() -> list[str]:
 
 
 def tokenized(tokenizer: Tokenizer, given: Sequence[str]) -> list[Array]:
-    """The token ids of texts.
+    r"""The token ids of texts.
 
     Most pieces of text occur often, so it is faster to tokenize each different piece once:
 
@@ -66,7 +66,7 @@ def tokenized(tokenizer: Tokenizer, given: Sequence[str]) -> list[Array]:
 
     If a sample shows that this tokenizer would give other ids, whole texts are tokenized.
     """
-    sample = given[:SAMPLE]
+    sample = given[:: max(1, len(given) // SAMPLE)]
     if all(map(np.array_equal, _from_pieces(tokenizer, sample), _whole(tokenizer, sample))):
         return _from_pieces(tokenizer, given)
     return _whole(tokenizer, given)
@@ -139,9 +139,10 @@ def save(
     save_table(file, trie, counts_of_kinds(), vocabulary, key, 0, corpus_bytes() if whole else 0)
 
 
-def _is_ready(file: Path) -> bool:
+def _is_there(file: Path, rule: Callable[[BaseTable], bool] = lambda table: True) -> bool:
+    """Whether a usable table that meets a rule is in this file."""
     try:
-        return is_current(open_table(file))
+        return rule(open_table(file))
     except SettingsError:
         return False
 
@@ -159,13 +160,16 @@ def main(key: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(file.with_suffix(".lock"), timeout=0):
-            if not _is_ready(file):
+            if not _is_there(file, is_current):
                 tokenizer = Tokenizer.from_str(sys.stdin.read())
                 given = texts()
                 first = tokenized(tokenizer, given[::FIRST])
-                save(Places.of_corpus(first), file, key, whole=False)
+                if not _is_there(file):
+                    save(Places.of_corpus(first), file, key, whole=False)
                 del given[::FIRST]
-                save(Places.of_corpus(first + tokenized(tokenizer, given)), file, key)
+                whole = Places.of_corpus(first + tokenized(tokenizer, given))
+                if not _is_there(file, is_current):  # ``lookahead learn`` may have saved its table
+                    save(whole, file, key)
     except Timeout:
         pass
     except (SettingsError, OSError, MemoryError) as error:

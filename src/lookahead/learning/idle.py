@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 
 from ..core import LookaheadError
+from ..drafters import Plain
 from ..options import LoadOptions
 from .table_learner import Goal, Learner
 
@@ -29,7 +31,7 @@ def main(options: str) -> None:
             sys.exit("the server has ended")
 
     try:
-        learner = Learner(load_with(LoadOptions(**json.loads(options))))
+        learner = Learner(load_with(replace(LoadOptions(**json.loads(options)), drafter=Plain())))
         while learner.folder.tokens < MOST:
             learner.write(Goal(tokens=learner.folder.tokens + STEP), progress)
             learner.build()

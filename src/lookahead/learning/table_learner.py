@@ -70,7 +70,8 @@ class Learner:
         folder: the folder of this model's text.
 
     Raises:
-        SettingsError: the model has no tokenizer, a folder cannot be written, or earlier text is damaged.
+        SettingsError: the model has no tokenizer, a folder cannot be written, or earlier text or the package's corpus
+            is damaged.
     """
 
     def __init__(self, llm: LLM, output: Path | None = None) -> None:
@@ -82,6 +83,8 @@ class Learner:
             check_folder(folder)
         if output is not None:
             check_output(output, "base table", lambda about: "learned" in about)
+        # Read now, because a damaged file should not be found after ten minutes of writing.
+        self._corpus = None if cannot_build(llm.tokenizer) else corpus.texts()
         self._writer = Writer(llm, self.folder)
 
     def write(self, goal: Goal, progress: Callable[[float, int, float, float | None], None]) -> int:
@@ -110,8 +113,9 @@ class Learner:
         """
         folders = [Folder(path, scan=False) for path in sorted(self.folder.path.parent.iterdir())]
         texts = (text for folder in folders for text in folder.read())
-        tokenizer = self._llm.tokenizer
-        known = None if cannot_build(tokenizer) else corpus.split(tokenizer.backend_tokenizer, corpus.texts())
+        known = None
+        if self._corpus is not None:
+            known = corpus.split(self._llm.tokenizer.backend_tokenizer, self._corpus)
         trie, counts, learned = build(texts, self._llm.vocabulary, MOST_CONTEXTS, known)
         if known is not None:
             # Little held-out text says little about the estimates.

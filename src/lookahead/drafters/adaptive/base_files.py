@@ -4,9 +4,9 @@ A table belongs to a tokenizer, not to a model: it says which tokens follow whic
 write alike. All models with one tokenizer therefore share a table, in any size and dtype; a wrong guess costs a row
 and never changes a token. The tables of this machine are in the user's cache folder: ``lookahead learn`` makes them,
 and where there is none, another process counts the package's corpus (``lookahead.learning.corpus``), once for each
-tokenizer, from when a model with it begins to load; text that is decoded meanwhile does without. This package
-includes the table of the default model's tokenizer. If a tokenizer has both, the one with more of models' own text is
-used.
+tokenizer, from when a model with it is loaded. The table of a part comes first, and text that is decoded before does
+without. This package includes the table of the default model's tokenizer. If a tokenizer has both, the one with more
+of models' own text is used.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...core import SettingsError
+from ...core.errors import first_line
 from ...model import Model
 from ...records import cache_folder
 from .sources.base_table import BaseTable, open_table
@@ -31,9 +32,9 @@ from .sources.base_table import BaseTable, open_table
 INCLUDED = Path(__file__).parent / "tables"
 #: The text of models in which tables are counted.
 CORPUS = INCLUDED / "corpus.jsonl.xz"
-#: The nice value of a process in the background where the system has no SCHED_IDLE. Beside decoding on two
-#: cores of Linux 6.18, a nice process gets 60 to 80 % of a core, and passes take 1.6 times as long; with SCHED_IDLE,
-#: it gets 12 %, and they take 1.1 times as long (dev/LOG.md).
+#: What a process in the background adds to its nice value. Beside decoding on two cores of Linux 6.18, it still gets
+#: 60 to 80 % of a core, and passes take 1.6 times as long. With SCHED_IDLE, it gets 12 %, and they take 1.1 times as
+#: long (dev/LOG.md).
 NICE = 16
 #: The smallest vocabulary for which a table is built. Smaller ones split words into so many pieces that the corpus
 #: would take minutes.
@@ -113,8 +114,8 @@ def read_tables(key: str, vocabulary: int) -> tuple[list[BaseTable], list[str]]:
 def base_table_of(tokenizer: Any, key: str, vocabulary: int, decodes: bool = True) -> BaseTable | None:
     """The first of ``read_tables`` for a tokenizer. Warns about those that cannot be used.
 
-    If there is none, or only one that was counted in an earlier corpus, another process starts to build one, and runs
-    in idle time once text is decoded. Later calls return the table once it is complete.
+    If there is none, or only one that was counted in an earlier corpus or in a part, another process starts to build
+    one, and runs in idle time once text is decoded. Later calls return what it has saved.
 
     Args:
         tokenizer: of the model; None if unknown.
@@ -170,57 +171,49 @@ def build_in_background(tokenizer: Any, key: str) -> None:
             _building[key] = run_in_background(
                 f"from lookahead.learning.corpus import main; main({key!r})", file
             )
-    except OSError as error:
-        warn_once(f"no base table can be built for this tokenizer ({error.strerror})")
+    except Exception as error:  # a tokenizer is anyone's code
+        warn_once(f"no base table can be built for this tokenizer ({first_line(error)})")
 
 
 def run_in_background(program: str, stdin: IO[bytes] | int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-    """Run a Python program in another process, which an interrupt does not end.
+    """Run a Python program in another process of low priority, which an interrupt does not end.
 
     Raises:
         OSError: the process cannot be started.
     """
-    deaf = "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    low = f"import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); hasattr(os, 'nice') and os.nice({NICE})"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-c", f"{deaf}; {program}"]
+    command = [sys.executable, "-c", f"{low}; {program}"]
     return subprocess.Popen(command, stdin=stdin, stdout=subprocess.DEVNULL, env=environment)
 
 
 def run_when_idle(process: subprocess.Popen[bytes]) -> None:
-    """Let a process run only while no other one needs the processor, as far as the system can."""
-    if process.poll() is not None:
-        return
-    with suppress(OSError):  # the system refuses
-        if sys.platform == "linux":
+    """Let a process run only while no other one needs the processor, if the system can."""
+    if sys.platform == "linux" and process.poll() is None:
+        with suppress(OSError):  # the system refuses
             os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
-        elif hasattr(os, "setpriority"):
-            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
 
 
-def wait_for_tables() -> None:
-    """Wait until the tables that this process has started to build are complete."""
+def is_building() -> bool:
+    """Whether a process that this one has started builds a table."""
+    return any(process is not None and process.poll() is None for process in _building.values())
+
+
+def wait_for_tables(seconds: float | None = None) -> None:
+    """Wait until the tables that this process has started to build are complete, or for so many seconds each."""
     for process in _building.values():
         if process is not None:
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
 
 
-def usable_table(path: str | os.PathLike[str], vocabulary: int, key: str = "") -> BaseTable | None:
-    """The table in a file. If it cannot be used, warn and return None; decoding continues without it.
+def checked_table(path: str | os.PathLike[str], vocabulary: int, key: str = "") -> BaseTable:
+    """The table in a file.
 
     Args:
         path: the file.
         vocabulary: V of the model; 0 if unknown.
         key: of the model's tokenizer; "" if unknown.
-    """
-    try:
-        return checked_table(path, vocabulary, key)
-    except SettingsError as error:
-        warn_once(str(error))
-        return None
-
-
-def checked_table(path: str | os.PathLike[str], vocabulary: int, key: str = "") -> BaseTable:
-    """The table in a file; arguments as for ``usable_table``.
 
     Raises:
         SettingsError: the file is not a base table, or it belongs to another tokenizer.

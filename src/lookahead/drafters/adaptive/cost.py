@@ -1,7 +1,8 @@
 """The cost curve c(k): the time of a step of k rows in plain steps, for one model on one machine.
 
 It is measured when the model is first used (``measure``) and saved for later processes (``model_curves``). A curve
-has a few points at two context lengths. It is linear between points and continues with the last slope beyond them.
+has a few points at one or two context lengths. It is linear between points and continues with the last slope beyond
+them.
 
 An example for one sequence and for four, with passes of p(2) = 1.2, p(4) = 1.4 and p(8) = 2.1 plain passes and 0.04
 for the drafter's own work on one sequence:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...core import UNLIMITED_ROWS, DraftState, Scores, Start, TokenTree
-from .base_files import usable_table
+from .base_files import checked_table
 from .calibration import MAX_PROBABILITY
 from .cost import CONTEXT_STEP, CostCurve
 from .for_model import ForModel
@@ -52,7 +52,7 @@ class AdaptiveDraftState(DraftState):
         self._table = given.base_table
         self._remembered = given.remembered
         if settings.table is not None:
-            self._table = usable_table(settings.table, sequence.vocabulary, given.tokenizer)
+            self._table = checked_table(settings.table, sequence.vocabulary, given.tokenizer)
         self._prompt = sequence.prompt
         self._curve = given.cost_curve if given.cost_curve is not None else CostCurve.assumed()
 

@@ -63,7 +63,7 @@ class Adaptive(AdaptiveSettings, Drafter):
         return text_form(self.name, self)
 
     def expect(self, tokenizer: Any) -> None:
-        """Start to build the tokenizer's base table if there is none."""
+        """Start to build the tokenizer's base table if there is none. SettingsError if ``table`` is for another."""
         from .prepare import expect  # imports numpy
 
         expect(self, tokenizer)

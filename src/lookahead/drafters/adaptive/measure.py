@@ -9,6 +9,7 @@ counts: other work on the machine can only make a pass slower (``cost.fitted``).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from statistics import median
@@ -54,10 +55,10 @@ def measure(target: Target, patience: float = PATIENCE) -> tuple[CostCurve, bool
         SettingsError: the model has too few positions, or no step of several rows fits in memory or its vocabulary.
         OutOfMemory: not even a plain step fits in memory.
     """
-    # Time the steps. The prefill of a long context would take a slow model longer than its steps, whose time hardly
-    # depends on the context, so it has the short one twice.
-    seconds = dict[int, dict[int, list[float]]]()
-    drafts = dict[int, list[float]]()
+    # Time the steps. A slow model would take longer for the prefill of the long context than for the steps after it,
+    # and their time hardly depends on the context, so those after the short one are timed twice.
+    seconds: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    drafts: dict[int, list[float]] = defaultdict(list)
     slow = False
     for context in CONTEXTS:
         at = CONTEXTS[0] if slow else context
@@ -65,9 +66,9 @@ def measure(target: Target, patience: float = PATIENCE) -> tuple[CostCurve, bool
         passes, drafted = time_steps(target, at, ROWS, patience / len(CONTEXTS))
         if len(passes) < 2:
             break
-        before = seconds.setdefault(at, {})
-        seconds[at] = {number: [*before.get(number, ()), *some] for number, some in passes.items()}
-        drafts[at] = [*drafts.get(at, ()), *drafted]
+        for number, some in passes.items():
+            seconds[at][number] += some
+        drafts[at] += drafted
         if (perf_counter() - begin) * len(CONTEXTS) > 2 * patience:
             break
         most = max(passes)

@@ -24,6 +24,7 @@ from ...core import NumericalError, OutOfMemory, SettingsError, Stats, Target
 from ...model import Model
 from ...records import cache_folder, not_writable, read_json, replacing, require
 from ...threads import thread_count
+from .base_files import is_building
 from .cost import CostCurve
 
 #: Format of the file; also incremented when a change makes compiled passes faster or slower.
@@ -181,12 +182,13 @@ def measure_wanted(model: Model, make_target: Callable[[], Target], notice: Call
 
 def forget_outdated(model: Model, target: Target, stats: Stats) -> None:
     """Forget the curve of a model, once in a process, if a text's passes were much faster than it says, or if its
-    measurement was disturbed and passes have taken ``REPEAT`` seconds since.
+    measurement was disturbed, passes have taken ``REPEAT`` seconds since, and no table is being built.
 
     Args:
         model: a loaded model.
         target: the target that decoded the text.
-        stats: of the text. Passes that it shared with other sequences are slower, so they never suffice.
+        stats: of the text. Passes that it shared with other sequences are slower, so they never show that a curve is
+            outdated.
     """
     curves = model.state.get("curves", {})
     curve = curves.get(_place(model, target))
@@ -199,7 +201,7 @@ def forget_outdated(model: Model, target: Target, stats: Stats) -> None:
     else:
         since = model.state.setdefault("disturbed curve", {"seconds": 0.0})
         since["seconds"] += seconds
-        outdated = since["seconds"] > REPEAT
+        outdated = since["seconds"] > REPEAT and not is_building()
     if outdated:
         model.state["outdated curve"] = {}
         curves[_place(model, target)] = None

@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from ...core import Drafter, SettingsError, Target
 from ...model import Model
 from ...records import cache_folder, read_bytes
-from .base_files import key_of, run_in_background, run_when_idle, warn_once
+from .base_files import key_of, run_in_background, warn_once
 from .calibration import ORDERS
 from .drafter import Adaptive
 from .sources.base_table import LARGEST_FILE, BaseTable, read_table
@@ -146,7 +146,6 @@ class Remembered:
                 self._started = monotonic()
                 main = f"from lookahead.learning.remembered import main; main({self.owner!r}, {self.key!r})"
                 self._process = run_in_background(f"os.umask(0o077); {main}")
-                run_when_idle(self._process)
         except OSError as error:
             warn_once(f"{folder()} must be a writable folder to remember answers ({error.strerror})")
 
