@@ -1,10 +1,12 @@
 """The first chat of a new user, answer by answer: the default drafter and plain decoding.
 
-    python -m benchmarks.first_chat --model FILE.gguf [--rounds 3] [--temperature 0]
+    python -m benchmarks.first_chat --model FILE.gguf [--rounds 3] [--temperature 0] [--pause 0]
 
 A chat begins with empty caches: packed weights, cost curve and base table are made while it runs, as for a user who
 has run no other command. Whole chats alternate, default first. Seconds are wall-clock time from the message to the
-statistics after the answer, so measuring the cost curve counts too, and so does the process that counts the table.
+statistics after the answer, so measuring the cost curve counts too, and so does what counting the table takes from
+decoding. Each message comes after a pause, in which a person would type it; without pauses, the count runs beside all
+answers.
 All chats have the same seed or are greedy, so the answers of both drafters must be equal.
 """
 
@@ -21,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 from .report import markdown_table
@@ -46,8 +48,8 @@ class Reply(NamedTuple):
     seconds: float
 
 
-def talk(command: list[str], environment: dict[str, str]) -> tuple[list[Reply], str]:
-    """The answers of one chat to ``MESSAGES``, and all their text."""
+def talk(command: list[str], environment: dict[str, str], pause: float) -> tuple[list[Reply], str]:
+    """The answers of one chat to ``MESSAGES``, each sent after so many seconds, and all their text."""
     chat = subprocess.Popen(
         command,
         stdin=-1,
@@ -68,6 +70,7 @@ def talk(command: list[str], environment: dict[str, str]) -> tuple[list[Reply], 
     next(line for line in noted if "/help" in line)
     replies = []
     for message in MESSAGES:
+        sleep(pause)
         begin = perf_counter()
         to.write(f"{message}\n/stats\n")
         to.flush()
@@ -82,11 +85,11 @@ def talk(command: list[str], environment: dict[str, str]) -> tuple[list[Reply], 
     return replies, "".join(texts)
 
 
-def run(model: str, drafter: str, options: list[str]) -> tuple[list[Reply], str]:
+def run(model: str, drafter: str, options: list[str], pause: float) -> tuple[list[Reply], str]:
     """One chat with empty caches."""
     command = [sys.executable, "-m", "lookahead", "chat", model, "--drafter", drafter, *options]
     with TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-        return talk(command, os.environ | {"XDG_CACHE_HOME": cache})
+        return talk(command, os.environ | {"XDG_CACHE_HOME": cache}, pause)
 
 
 def main() -> None:
@@ -96,13 +99,16 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--pause", type=float, default=5.0, help="seconds before each message")
     parser.add_argument("--temperature", help="default: as the model suggests, with seed 1")
     given, rest = parser.parse_known_args()
     sampling = ["--seed", "1"] if given.temperature is None else ["--temperature", given.temperature]
     options = ["--max-new-tokens", str(given.tokens), *sampling, *rest]
     rounds: list[dict[str, list[Reply]]] = []
     for _ in range(given.rounds):
-        chats = {drafter: run(given.model, drafter, options) for drafter in ("adaptive", "plain")}
+        chats = {
+            drafter: run(given.model, drafter, options, given.pause) for drafter in ("adaptive", "plain")
+        }
         rounds.append({drafter: replies for drafter, (replies, _) in chats.items()})
         for number, (ours, plain) in enumerate(zip(*rounds[-1].values(), strict=True), 1):
             print(f"round {len(rounds)}, answer {number}: {ours}, plain {plain}", flush=True)
@@ -127,7 +133,9 @@ def main() -> None:
         )
     heads = ["answer", "tokens", "passes", "plain's", "tokens/s", "plain's", "times plain"]
     print("\n" + markdown_table(heads, rows))
-    print(f"\n{Path(given.model).name}, {given.rounds} rounds; all answers equal")
+    print(
+        f"\n{Path(given.model).name}, {given.rounds} rounds, {given.pause:g} s before each message; all answers equal"
+    )
 
 
 if __name__ == "__main__":
