@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from contextlib import closing
 from dataclasses import replace
 from threading import Thread
 from types import SimpleNamespace
@@ -15,9 +16,9 @@ from typer.testing import CliRunner
 
 import lookahead
 from lookahead.cli import app
-from lookahead.core import SettingsError
+from lookahead.core import Request, SettingsError
 from lookahead.drafters import Adaptive
-from lookahead.drafters.adaptive import cost, measure, model_curves
+from lookahead.drafters.adaptive import base_files, cost, measure, model_curves
 from lookahead.drafters.adaptive.cost import CostCurve, fitted
 from lookahead.drafters.adaptive.model_curves import (
     cost_path,
@@ -221,6 +222,19 @@ def test_a_server_takes_its_row_budget_from_the_curve(llm, monkeypatch, on_gpu, 
 
 
 # ---- the file
+
+
+def test_a_server_waits_for_a_table_before_it_measures_its_curve(llm, monkeypatch):
+    """Not again for each request: on a busy machine, the table may take long."""
+    order = []
+    monkeypatch.setattr(base_files, "wait_for_tables", lambda seconds: order.append("table"))
+    monkeypatch.setattr(measure, "measure", lambda target: order.append("curve") or (CURVE, True))
+    for _ in range(2):
+        with closing(llm.engine(row_budget=None)) as engine:
+            engine.add(Request([5, 9, 14], Adaptive(), 4))
+            while engine.busy:
+                engine.step()
+    assert order == ["table", "curve"]
 
 
 def test_a_curve_is_kept_by_machine_and_model(cache, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..core import Drafter, Target
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 #: Minimum row budget of a pass, regardless of cost.
 LEAST_ROWS = 64
 #: Seconds to wait for a base table that is being counted, before the cost of steps is measured for a server.
-LONGEST_WAIT = 60.0
+LONGEST_WAIT = 30.0
 
 
 class Preparation:
@@ -51,8 +52,8 @@ class Preparation:
             from .adaptive.model_curves import curve_at_hand, measure_wanted
 
             self._curve = curve_at_hand(self._model, target, notice)
-            wait_for_tables(LONGEST_WAIT)  # they would disturb the measurement
-            if measure_wanted(self._model, self._make_target, notice):
+            before = partial(wait_for_tables, LONGEST_WAIT)  # a count would disturb the measurement
+            if measure_wanted(self._model, self._make_target, notice, before):
                 self._curve = curve_at_hand(self._model, target, notice)
                 prepared = drafter.prepare(self._model, target)
         return prepared

@@ -158,18 +158,25 @@ def curve_at_hand(model: Model, target: Target, notice: Callable[[str], None]) -
         return curves[place] or CostCurve.assumed(runs_on_gpu(model))
 
 
-def measure_wanted(model: Model, make_target: Callable[[], Target], notice: Callable[[str], None]) -> bool:
+def measure_wanted(
+    model: Model,
+    make_target: Callable[[], Target],
+    notice: Callable[[str], None],
+    before: Callable[[], None] = lambda: None,
+) -> bool:
     """Measure the curve of a model if ``curve_at_hand`` had to do without. Returns whether it had to.
 
     Args:
         model: a loaded model.
         make_target: makes a target to measure.
         notice: called with a line of text if the curve cannot be saved.
+        before: called before a measurement.
     """
     with measuring:
         curves = model.state.get("curves", {})
         if None not in curves.values():
             return False
+        before()
         target = make_target()
         said = "unwritable cache" in model.state  # one line about it is enough
         curve = measured(
