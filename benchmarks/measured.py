@@ -10,6 +10,7 @@ from typing import Any
 
 from lookahead.bench.record import Record
 from lookahead.bench.report import Figures, figures, plain_of
+from lookahead.core import SettingsError
 
 from .llamacpp_server import LLAMA_SERVER
 from .paper import committed
@@ -131,6 +132,20 @@ class Measured:
         """The fastest of the methods whose names begin so."""
         own = [name for name in self.methods if name.startswith(begin)]
         return max(own, key=lambda name: self.of(name).rate_all)
+
+
+def size_of(file: Path) -> str:
+    """The size of a model in its file's name, as "1.5B".
+
+    Raises:
+        SettingsError: there is none.
+    """
+    size = SIZE.search(file.stem)
+    if size is None:
+        raise SettingsError(
+            f"--model must have its size in its name, as in Llama-3.2-1B.gguf, got {file.name}"
+        )
+    return size[1]
 
 
 def millions(size: str) -> float:

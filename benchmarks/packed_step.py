@@ -1,9 +1,8 @@
 """Packed files alongside llama.cpp on the same file: start-up, memory, t(k), a prompt of 512 tokens, 16 sequences.
 
     python -m benchmarks.packed_step                                    the default model's own file
-    python -m benchmarks.packed_step --types own Q4_0 Q4_K_M 0.5B 1B    conversions of it, and random weights of the
-                                                                        shapes of Qwen2.5-0.5B in Q4_K_M and
-                                                                        Llama-3.2-1B in Q4_0
+    python -m benchmarks.packed_step --types own Q4_0 Q4_K_M            conversions of it
+    python -m benchmarks.packed_step --larger qwen-1.5B.gguf            larger files, with their sizes in their names
 
 t(k) is the time of one step of k rows, all with logits, after 128 tokens. llama.cpp evaluates the same trees, through
 this library's engine for it. The two alternate; medians of the rounds are printed. The floor is the bytes of the
@@ -26,9 +25,7 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-import numpy as np
 import torch
-from gguf import GGUFReader, GGUFWriter
 
 import lookahead
 from lookahead.bench.record import environment
@@ -36,16 +33,15 @@ from lookahead.core import TokenTree
 from lookahead.loading import default_model
 
 from .convert_gguf import convert
+from .measured import size_of
 from .page import write_report
 from .report import markdown_table
-from .step import SHAPES, read_bandwidth, sample_tree
+from .step import read_bandwidth, sample_tree
 
 OWN = "own"
-#: Name of a shape with random weights -> its format.
-OF_SHAPES = {"0.5B": "Q4_K_M", "1B": "Q4_0"}
-#: Rounds of a shape's steps, which take long.
+#: Rounds of the steps of larger files, which take long.
 FEW_ROUNDS = 5
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 CONTEXT, PROMPT, SEQUENCES = 128, 512, 16
 OURS, THEIRS = "ours", "llama.cpp"
 STARTS = {
@@ -75,77 +71,15 @@ ABOUT = (
 )
 
 
-def write_shape(source: Path, out: Path, shape: str) -> None:
-    """Random fp16 weights of a shape, with the tokenizer of ``source`` padded to its vocabulary."""
-    hidden, layers, heads, key_heads, size, inner, vocabulary = SHAPES[shape.lower()]
-    reader, random = GGUFReader(source), np.random.default_rng(0)
-    writer = GGUFWriter(out, "qwen2")
-    writer.add_context_length(4096)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(key_heads)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e6)
-    for name, field in reader.fields.items():
-        if not name.startswith("tokenizer.ggml."):
-            continue
-        values: Any = field.contents()
-        if name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type"):
-            more = range(len(values), vocabulary)
-            values = [*values, *([f"<unused{i}>" for i in more] if "tokens" in name else [5] * len(more))]
-        writer.add_key_value(
-            name, values, field.types[0], sub_type=field.types[1] if len(field.types) > 1 else None
-        )
-
-    def add(name: str, *shape: int) -> None:
-        vector = len(shape) == 1
-        values = random.standard_normal(shape, np.float32) * (
-            0.02 if not name.endswith("norm.weight") else 0.1
-        )
-        values += 1 if name.endswith("norm.weight") else 0
-        writer.add_tensor(name, values if vector else values.astype(np.float16))
-
-    add("token_embd.weight", vocabulary, hidden)
-    for layer in range(layers):
-        block = f"blk.{layer}"
-        for part, outputs in (("q", heads * size), ("k", key_heads * size), ("v", key_heads * size)):
-            add(f"{block}.attn_{part}.weight", outputs, hidden)
-            add(f"{block}.attn_{part}.bias", outputs)
-        add(f"{block}.attn_output.weight", hidden, heads * size)
-        for part, outputs, inputs in (
-            ("gate", inner, hidden),
-            ("up", inner, hidden),
-            ("down", hidden, inner),
-        ):
-            add(f"{block}.ffn_{part}.weight", outputs, inputs)
-        add(f"{block}.attn_norm.weight", hidden)
-        add(f"{block}.ffn_norm.weight", hidden)
-    add("output_norm.weight", hidden)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def file_of(kind: str, source: Path, folder: Path) -> Path:
     """The file of a type, created if missing."""
     if kind == OWN:
         return source
-    is_shape = kind in OF_SHAPES
-    stem = f"shape-{kind}" if is_shape else source.stem
-    out = folder / f"{stem}.{OF_SHAPES.get(kind, kind)}.gguf"
+    out = folder / f"{source.stem}.{kind}.gguf"
     if not out.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         half = out.with_suffix(".part")
-        if is_shape:
-            wide = folder / f"{stem}.F16.gguf"
-            write_shape(source, wide, kind)
-            convert(wide, half, OF_SHAPES[kind])
-            wide.unlink()
-        else:
-            convert(source, half, kind)
+        convert(source, half, kind)
         half.rename(out)
     return out
 
@@ -263,7 +197,13 @@ def page(lines: list[dict[str, Any]]) -> list[str]:
             times = [line["t"][k][name] for k in ROWS]
             floor = f"{times[0] / line['floor']:.2f}"
             rows.append(
-                [line["type"], name, *(f"{t:.1f}" for t in times), f"{times[4] / times[0]:.2f}", floor]
+                [
+                    line["type"],
+                    name,
+                    *(f"{t:.1f}" for t in times),
+                    f"{line['t'][16][name] / times[0]:.2f}",
+                    floor,
+                ]
             )
     heads = ["file", "by", *(f"t({k})" for k in ROWS), "t(16) / t(1)", "t(1) / floor"]
     return [*body, markdown_table(heads, rows, texts=2)]
@@ -280,7 +220,8 @@ def peer() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
-    add("--types", nargs="+", default=[OWN], choices=[OWN, "Q4_0", "IQ4_NL", "Q8_0", "Q4_K_M", *OF_SHAPES])
+    add("--types", nargs="+", default=[OWN], choices=[OWN, "Q4_0", "IQ4_NL", "Q8_0", "Q4_K_M"])
+    add("--larger", type=Path, nargs="*", default=[], help="larger GGUF files")
     add("--rounds", type=int, default=15)
     add("--starts", type=int, default=5)
     add("--folder", type=Path, default=Path("build/results"), help="where conversions are kept")
@@ -289,13 +230,12 @@ def main() -> None:
     where, folder = environment(), default_model()
     source, load, lines = folder.folder / folder.file, os.getloadavg()[0], []
     for kind in given.types:
-        rounds = min(given.rounds, FEW_ROUNDS) if kind in OF_SHAPES else given.rounds
-        lines.append(measure(kind, file_of(kind, source, given.folder), rounds, given.starts))
+        lines.append(measure(kind, file_of(kind, source, given.folder), given.rounds, given.starts))
         print(lines[-1], flush=True)
-    shapes = [kind for kind in given.types if kind in OF_SHAPES]
-    names = "SmolLM2-135M-Instruct"
-    if shapes:
-        names += f" and random weights of shapes of {' and '.join(shapes)}"
+    for file in given.larger:
+        lines.append(measure(size_of(file), file, min(given.rounds, FEW_ROUNDS), given.starts))
+        print(lines[-1], flush=True)
+    names = " and ".join(["SmolLM2-135M-Instruct", *(file.stem for file in given.larger)])
     record = {**where, "model": names, "dtype": "packed weights", "load": load}
     write_report(
         given.out,

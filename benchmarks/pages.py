@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import unescape
 from itertools import chain
 from math import ceil
@@ -35,6 +35,7 @@ from .measured import (
     figures_of,
     has_records,
     made,
+    millions,
     name_of,
     shown_models,
     times,
@@ -200,22 +201,29 @@ def speed() -> Values:
     }
 
 
+def largest_of(kinds: Iterable[str]) -> str:
+    """The largest model whose rows were measured, by its size; conversions of the default model have no size."""
+    return max((kind for kind in kinds if kind[-1] in "BM" and kind[0].isdigit()), key=millions)
+
+
 def row_cost() -> Values:
     lines = {line["type"]: line for line in figures_of("packed-step")}
-    names = {"1B": "1B, Q4_0", "own": "135M, Q4_1", "Q4_0": "135M, Q4_0", "Q4_K_M": "135M, Q4_K_M"}
+    largest = largest_of(lines)
+    names = {kind: f"{kind}, Q4_K_M" for kind in lines}
+    names |= {"own": "135M, Q4_1", "Q4_0": "135M, Q4_0", "Q4_K_M": "135M, Q4_K_M"}
     by = {"ours": "this library", "llama.cpp": "llama.cpp"}
     series = {
         f"{names[kind]}, {program}": {
             int(k): t[key] / line["t"]["1"][key] for k, t in line["t"].items() if int(k) <= 16
         }
         for kind, line in lines.items()
-        if kind in ("1B", "own")
+        if kind in (largest, "own")
         for key, program in by.items()
     }
     columns = ("1", "2", "4", "8", "16", "64")
     steps = [
         [
-            names.get(kind, kind),
+            names[kind],
             *(" / ".join(f"{line['t'][k][key]:.1f}" for key in by) for k in columns),
         ]
         for kind, line in lines.items()
@@ -232,9 +240,10 @@ def row_cost() -> Values:
         for x in rule
         if x["workload"] == "all" or not x["temperature"]
     ]
-    large = lines["1B"]
+    large = lines[largest]
     one = large["t"]["1"]
     return {
+        "large": largest,
         "svg": chart.lines(
             "The time of a step by its rows",
             "rows of a step",
@@ -378,8 +387,8 @@ def s_by_rows() -> Values:
     }
 
 
-#: The measurements of S by kind of text (``benchmarks.kinds``), and the types whose c(k) stands beside them.
-BY_KIND, BY_KIND_LEARNED, COSTS = "kinds", "kinds-learned", {"1B": "c(k), 1B", "own": "c(k), 135M"}
+#: The measurements of S by kind of text (``benchmarks.kinds``), beside which c(k) stands.
+BY_KIND, BY_KIND_LEARNED = "kinds", "kinds-learned"
 
 
 def kinds_lines() -> dict[str, list[dict[str, Any]]]:
@@ -419,15 +428,15 @@ def kinds_section() -> str:
 
     # All kinds, beside the costs; then by kind, in two parts that fit the page; then sampled.
     costs = {x["type"]: x["t"] for x in figures_of("packed-step")}
+    costs = {
+        size: costs.get(size, costs["own"]) for size in models
+    }  # the default model is the one without a size
     heads = [f"{size}: {' / '.join(names)}" for size, names in states.items()]
     every = [
         [
             str(k),
             *(cell(size, rows=k, temperature=0.0) for size in models),
-            *(
-                f"{t[str(k)]['ours'] / t['1']['ours']:.2f}" if str(k) in t else "–"
-                for t in map(costs.get, COSTS)
-            ),
+            *(f"{t[str(k)]['ours'] / t['1']['ours']:.2f}" if str(k) in t else "–" for t in costs.values()),
         ]
         for k in kinds.ROWS
     ]
@@ -461,7 +470,7 @@ def kinds_section() -> str:
         "low": f"{kinds.shown([low])} ({low['kind']})",
         "high": f"{kinds.shown([high])} ({high['kind']})",
         "many": kinds.shown([x for x in lines if x["rows"] == kinds.ROWS[-1]]),
-        "all": table(["rows", *heads, *COSTS.values()], every),
+        "all": table(["rows", *heads, *(f"c(k), {size}" for size in costs)], every),
         "four": f" On the machine of [the speeds](speed.md), four rows cost {four}, drafting included."
         if four
         else "",

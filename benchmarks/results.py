@@ -372,14 +372,14 @@ def steps(given: Sources) -> list[Step]:
     plan("rows", 1.75 * given.half, "rows", *data, "--prompts", given.half)
     if files:  # records must not reveal this machine's folders
         words = [part for file in files for part in ("--model", _linked(file))]
-        minutes = sum(0.008 * measured.millions(_size(file)) + 1 for file in files)
+        minutes = sum(0.008 * measured.millions(measured.size_of(file)) + 1 for file in files)
         plan("kinds", minutes, "kinds", *words)
         learned = {file: table for file in files if (ROOT / (table := _learned(file))).is_file()}
         words = [
             part for file, table in learned.items() for part in ("--model", _linked(file), "--learned", table)
         ]
         if words:
-            minutes = sum(0.004 * measured.millions(_size(file)) + 0.5 for file in learned)
+            minutes = sum(0.004 * measured.millions(measured.size_of(file)) + 0.5 for file in learned)
             plan("kinds-learned", minutes, "kinds", *words, "--out", "docs/results/kinds-learned")
         else:
             _left_out(
@@ -389,8 +389,10 @@ def steps(given: Sources) -> list[Step]:
     if model is not None:
         plan("packed-accuracy", 3, "packed_accuracy", model, *data)
         if has_llama_cpp:
-            words = ["--types", "own", "Q4_0", "Q4_K_M", "1B", "--rounds", 9, "--starts", 3]
-            plan("packed-step", 5.5, "packed_step", *words)
+            words = ["--types", "own", "Q4_0", "Q4_K_M", "--rounds", 9, "--starts", 3]
+            if given.models:
+                words += ["--larger", *map(_linked, given.models)]
+            plan("packed-step", 2.5 + 2 * len(given.models), "packed_step", *words)
     # Within a completion, several sequences, exact mode, transformers and vLLM.
     prompts = max(2, 3 * limit // 8)
     plan("dynamics", 1.7 * prompts, "dynamics", *data, "--limit", prompts)
@@ -486,22 +488,12 @@ def _packed(given: Sources) -> list[Step]:
     return planned
 
 
-def _size(file: Path) -> str:
-    """The size of a model in its file's name."""
-    size = measured.SIZE.search(file.stem)
-    if size is None:
-        raise SettingsError(
-            f"--model must have its size in its name, as in Llama-3.2-1B.gguf, got {file.name}"
-        )
-    return size[1]
-
-
 def _speed(given: Sources, file: Path) -> Step:
     """A model on prose and code: plain, the default and four rows, and llama.cpp in its fastest files and modes.
 
     Ours are measured without a table, with the default's, and with that of ``lookahead learn`` if it is there.
     """
-    size = _size(file)
+    size = measured.size_of(file)
     minutes = 0.011 * measured.millions(size) + 1.5
     learned = _learned(file)
     is_there = (ROOT / learned).is_file()
@@ -551,7 +543,7 @@ def _to_records(name: str, words: Sequence[str], minutes: float) -> Step:
 
 def _learned(model: Path) -> Path:
     """The table that ``lookahead learn`` made of a model; it need not exist."""
-    return LEARNED / f"{_size(model).lower()}.safetensors"
+    return LEARNED / f"{measured.size_of(model).lower()}.safetensors"
 
 
 def _converted(model: Path, kind: str) -> Path:

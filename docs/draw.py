@@ -170,7 +170,7 @@ def costs() -> dict[str, dict[int, float]]:
     """Model -> rows -> milliseconds of a step."""
     lines = json.loads((HERE / "results" / "packed-step.json").read_text())["figures"]
     found = {line["type"]: {int(rows): each["ours"] for rows, each in line["t"].items()} for line in lines}
-    return {"1B, 4 bits": found["1B"], "135M, 4 bits": found["own"], "135M, bf16, AMX": BF16_MS}
+    return {"1.5B, 4 bits": found["1.5B"], "135M, 4 bits": found["own"], "135M, bf16, AMX": BF16_MS}
 
 
 def draw_costs() -> str:
@@ -217,7 +217,7 @@ def draw_rows() -> str:
     """F(k), c(k) and what the rule maximises, of one step of the trace with 16 rows."""
     record = steps_of("rows")[0][STEP_OF_RULE]
     best = sorted(record["probabilities"], reverse=True)
-    times = costs()["1B, 4 bits"]
+    times = costs()["1.5B, 4 bits"]
     curve = CostCurve({0: {rows: ms / times[1] for rows, ms in times.items()}})
     lines = ["rows k    F(k)    c(k)    F(k) / c(k)    F(k) - r c(k)"]
     for k in (1, 2, 3, 4, 6, 8, 12, 16):
