@@ -51,7 +51,7 @@ class AdaptiveDraftState(DraftState):
         self._sampling = sequence.noise
         self._table = given.base_table
         self._remembered = given.remembered
-        if settings.table is not None:
+        if settings.table is not None and self._table is None:  # not prepared for a model
             self._table = checked_table(settings.table, sequence.vocabulary, given.tokenizer)
         self._prompt = sequence.prompt
         self._curve = given.cost_curve if given.cost_curve is not None else CostCurve.assumed()
