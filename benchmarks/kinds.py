@@ -4,10 +4,10 @@
     python -m benchmarks.kinds --model FILE.gguf --learned TABLE --out docs/results/kinds-learned
 
 ``kinds.toml`` has the prompts. Each step has a fixed number of rows, so S depends neither on the machine nor on its
-load. A state is what the drafter starts with: nothing (``cold``), a table counted in the package's corpus
-(``corpus``), or the table included for the model's tokenizer (``included``). With ``--learned``, once for each
-model, only the tables that ``lookahead learn`` made are measured (``learned``). Every text is compared with plain
-decoding; a difference ends the run. Lines of ``--records`` of this commit and these settings are not measured again.
+load. A state is what the drafter starts with: nothing (``cold``), or a table counted in the package's corpus
+(``corpus``). With ``--learned``, once for each model, only the tables that ``lookahead learn`` made are measured
+(``learned``). Every text is compared with plain decoding; a difference ends the run. Lines of ``--records`` of this
+commit and these settings are not measured again.
 Models of 135M, 0.5B and 1.5B take about half an hour of one core of an EPYC with AVX512-VNNI, the largest most of it.
 """
 
@@ -26,7 +26,7 @@ import lookahead
 from lookahead.bench.record import environment
 from lookahead.core import Drafter
 from lookahead.drafters import Adaptive, Plain
-from lookahead.drafters.adaptive.base_files import INCLUDED, key_of
+from lookahead.drafters.adaptive.base_files import key_of
 from lookahead.drafters.adaptive.settings import DEFAULT_SOURCES
 from lookahead.learning import corpus
 from lookahead.records import RecordWriter, read_records
@@ -64,10 +64,7 @@ class Runner:
         counted = folder / f"{key}.safetensors"
         if not counted.exists():
             corpus.save(corpus.split(self.llm.tokenizer.backend_tokenizer, corpus.texts()), counted, key)
-        tables: dict[str, Path | None] = {"cold": None, "corpus": counted}
-        if (INCLUDED / counted.name).exists():
-            tables["included"] = INCLUDED / counted.name
-        return tables
+        return {"cold": None, "corpus": counted}
 
     @property
     def origin(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import zlib
 from collections import defaultdict
 
 import numpy as np
@@ -396,9 +395,6 @@ def test_the_table_of_a_tokenizer_is_found_by_its_key(saved, tmp_path, monkeypat
     learned.write_bytes(saved.read_bytes())
     assert base_files.base_table_of(None, "a key", V).path == learned
     assert base_files.base_table_of(None, "", V) is None
-    monkeypatch.setattr(base_files, "INCLUDED", learned.parent)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
-    assert base_files.base_table_of(None, "a key", V).path == learned
 
 
 def test_a_table_serves_models_with_more_unused_tokens_but_no_other_tokenizer(saved):
@@ -411,20 +407,6 @@ def test_a_table_serves_models_with_more_unused_tokens_but_no_other_tokenizer(sa
     ):
         with pytest.raises(SettingsError, match=says):
             table.check(vocabulary, key)
-
-
-def test_the_table_from_most_text_is_used(given, tmp_path, monkeypatch):
-    """If both are from the same text, the one made on this machine."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    key = "a key"
-    learned = base_files.table_file(key)
-    included = tmp_path / "included" / learned.name
-    monkeypatch.setattr(base_files, "INCLUDED", included.parent)
-    trie, counts, _ = build(given, V)
-    save_table(included, trie, counts, V, "a key", 800)
-    for tokens, used in ((799, included), (800, learned), (801, learned)):
-        save_table(learned, trie, counts, V, "a key", tokens)
-        assert base_files.base_table_of(None, key, V).path == used
 
 
 def test_a_home_folder_that_is_not_accessible_has_no_files(monkeypatch):
@@ -441,35 +423,18 @@ def test_a_home_folder_that_is_not_accessible_has_no_files(monkeypatch):
     assert heads.find_head("v96-h0-l0") is None
 
 
-def test_a_damaged_learned_table_is_replaced_by_the_included_one(saved, tmp_path, monkeypatch):
+def test_a_damaged_table_is_not_used(saved, tmp_path, monkeypatch):
     base_files.warn_once.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    key = "a key"
-    learned = base_files.table_file(key)
-    included = tmp_path / "included" / learned.name
-    for file, content in ((included, saved.read_bytes()), (learned, saved.read_bytes()[:-1])):
-        file.parent.mkdir(parents=True)
-        file.write_bytes(content)
-    monkeypatch.setattr(base_files, "INCLUDED", included.parent)
+    file = base_files.table_file("a key")
+    file.parent.mkdir(parents=True)
+    file.write_bytes(saved.read_bytes()[:-1])
     with pytest.warns(UserWarning, match="drafting continues without this base table"):
-        table = base_files.base_table_of(None, key, V)
-    assert table is not None
-    assert table.path == included
-
-
-def test_the_package_brings_the_table_of_its_default_model():
-    file = base_files.INCLUDED / f"{base_files.KNOWN['v49152-h576-l30']}.safetensors"
-    table = open_table(file)
-    table.check(49_152)
-    assert table.learned > 400_000
-    assert min(table.contexts) > 10_000
-    assert all(trials.sum() > 1000 for _, trials in table.counts.values())
-    packed = zlib.compress(file.read_bytes())
-    assert len(packed) < 4_000_000
+        assert base_files.base_table_of(None, "a key", V) is None
 
 
 def test_entries_of_a_wider_table_join_new_ones(monkeypatch):
-    """The table included for the default model has eight tokens in an entry."""
+    """Earlier versions saved eight tokens in an entry."""
     monkeypatch.setattr(learned, "WIDTH", 2 * WIDTH)
     wide = build(texts(200), V)[0]
     monkeypatch.undo()

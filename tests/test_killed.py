@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lookahead
-from lookahead.drafters.adaptive.base_files import key_of, read_tables, table_file
+from lookahead.drafters.adaptive.base_files import key_of, read_table, table_file
 from lookahead.drafters.adaptive.heads import own_head_file
 from lookahead.drafters.adaptive.sources.head_file import load_head
 from lookahead.learning.self_text import text_folder
@@ -70,6 +70,6 @@ def test_a_command_killed_while_it_writes_any_file_continues(command, toy_chat, 
     assert run("", False) == 0, said.read_text()
     assert "Traceback" not in said.read_text()
     if command == "learn":
-        assert [table.path for table in read_tables(key, llm.vocabulary)[0]] == [made]
+        assert read_table(key, llm.vocabulary).path == made
     else:
         assert load_head(made).about["tokens"] == tokens

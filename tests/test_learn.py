@@ -14,7 +14,7 @@ from learned import save_table, small_disk
 from lookahead.core import SettingsError
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive import base_files
-from lookahead.drafters.adaptive.base_files import key_of, read_tables, table_file
+from lookahead.drafters.adaptive.base_files import key_of, read_table, table_file
 from lookahead.drafters.adaptive.sources.base_table import find_entry, open_table, order_of
 from lookahead.learning import corpus, self_text, text_parts
 from lookahead.learning.self_text import Writer
@@ -45,7 +45,7 @@ def test_what_was_learned_is_found_and_changes_no_text():
     assert "no chat template, so it continues short openings" in err
     report = json.loads(out)
     llm = lookahead.load("tiny")
-    (used,) = read_tables(key_of(llm.model), llm.vocabulary)[0]
+    used = read_table(key_of(llm.model), llm.vocabulary)
     assert report["file"] == str(table_file(key_of(llm.model))) == str(used.path)
     assert 2900 < report["tokens"] < 3500
     assert not report["interrupted"]
@@ -66,22 +66,12 @@ def test_doctor_says_that_there_is_none(chats):
 
 
 @pytest.mark.filterwarnings("ignore:.*base table:UserWarning")
-def test_doctor_names_a_damaged_table_and_the_one_in_use(chats, tmp_path, monkeypatch):
-    """As drafting does, it reads the included table if the learned one is damaged."""
-    key = key_of(lookahead.load(chats).model)
-    learned = table_file(key)
-    included = tmp_path / "included" / learned.name
-    save_table(included, VOCABULARY, [[token, 7, 8, 9, token, 10] for token in range(3, 60)])
-    learned.parent.mkdir(parents=True)
-    learned.write_bytes(included.read_bytes()[:-1])
-    monkeypatch.setattr(base_files, "INCLUDED", included.parent)
+def test_doctor_names_a_damaged_table(chats):
+    file = table_file(key_of(lookahead.load(chats).model))
+    save_table(file, VOCABULARY, [[token, 7, 8, 9, token, 10] for token in range(3, 60)])
+    file.write_bytes(file.read_bytes()[:-1])
     _, out, _ = call("doctor", chats, "--json")
-    damaged, used = json.loads(out)["model"]["base_table"].split("; in use: ")
-    assert damaged.startswith(f"{learned} is not a usable base table: ")
-    assert used == f"{included}, from {read_tables(key, VOCABULARY)[0][0].learned:,} tokens"
-    included.unlink()
-    _, out, _ = call("doctor", chats, "--json")
-    assert json.loads(out)["model"]["base_table"] == f"{damaged}; {NONE}"
+    assert json.loads(out)["model"]["base_table"].startswith(f"none ({file} is not a usable base table: ")
 
 
 def test_a_damaged_table_is_learned_again(chats):
@@ -93,20 +83,6 @@ def test_a_damaged_table_is_learned_again(chats):
     code, _, err = call("learn", chats, "--tokens", 900)
     assert code == 0, err
     assert open_table(learned).learned >= 900
-
-
-def test_a_table_from_less_text_than_the_included_one_is_not_used(chats, tmp_path, monkeypatch):
-    learned = table_file(key_of(lookahead.load(chats).model))
-    included = tmp_path / "included" / learned.name
-    monkeypatch.setattr(base_files, "INCLUDED", included.parent)
-    save_table(included, VOCABULARY, 4 * [[token, 7, 8, 9, token, 10] for token in range(3, 60)])
-    assert 600 < open_table(included).learned < 1500
-    for tokens, used in ((300, included), (2500, learned)):
-        code, _, err = call("learn", chats, "--tokens", tokens)
-        assert code == 0, err
-        assert (f"the table {included}, from" in err) == (used == included)
-        _, out, _ = call("doctor", chats, "--json")
-        assert json.loads(out)["model"]["base_table"].startswith(str(used))
 
 
 def test_a_second_run_continues_the_first(chats, tmp_path):

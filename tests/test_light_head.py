@@ -2,13 +2,11 @@
 
 import hashlib
 import json
-import runpy
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,11 +20,10 @@ from lookahead.core import Request, SettingsError, Start, TokenTree
 from lookahead.cpu.compiled_head import MAX_ROWS, CompiledHead
 from lookahead.cpu.target import CpuTarget
 from lookahead.drafters import Adaptive, Plain
-from lookahead.drafters.adaptive import base_files, heads, model_curves
+from lookahead.drafters.adaptive import heads, model_curves
 from lookahead.drafters.adaptive.cost import CostCurve
 from lookahead.drafters.adaptive.for_model import ForModel
 from lookahead.drafters.adaptive.heads import head_of, make_head, own_head_file
-from lookahead.drafters.adaptive.sources.base_table import open_table
 from lookahead.drafters.adaptive.sources.head_file import QUANTIZE, HeadWeights, from_blocks, load_head
 from lookahead.drafters.adaptive.sources.light_head import GREEDY_GUESSES, sampled_guess_kinds
 from lookahead.drafters.adaptive.state import AdaptiveState
@@ -636,22 +633,3 @@ def test_training_a_head_names_the_engine_that_cannot(monkeypatch):
     command = import_module("lookahead.cli.train_head")
     monkeypatch.setattr(command, "load_model", lambda load, drafter: loaded)
     refused("needs hidden states, which engine='llama.cpp' does not provide; omit engine", "train-head", "x")
-
-
-def test_the_included_head_keeps_the_most_frequent_tokens(tmp_path):
-    (head,) = heads.INCLUDED.glob("*.safetensors")
-    (table,) = base_files.INCLUDED.glob("*.safetensors")
-    main = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "shorten_head.py"))["main"]
-    main(head, table, "2000", tmp_path / "short")
-    included, short = load_head(head), load_head(tmp_path / "short")
-    assert (len(included.shortlist), len(short.shortlist)) == (2048, 2000)
-    assert set(short.shortlist.tolist()) < set(included.shortlist.tolist())
-    trie = open_table(table).trie
-    counts = {token: int(trie.counts[trie.roots[token]]) for token in included.shortlist.tolist()}
-    left_out = set(counts) - set(short.shortlist.tolist())
-    assert max(counts[token] for token in left_out) <= min(
-        counts[token] for token in short.shortlist.tolist()
-    )
-    assert (short.gate == included.gate).all()
-    with pytest.raises(SystemExit, match="COUNT must be at least"):
-        main(head, table, "9", tmp_path / "short")

@@ -18,17 +18,16 @@ def test_it_holds_the_package_and_nothing_else(wheel):
     assert not [name for name in names if name.endswith((".pyc", ".nbc", ".nbi", ".pkl", ".bin"))]
 
 
-#: The model, the base table, the corpus and the head of the package.
+#: The model, the corpus and the head of the package.
 LARGE = [
     "lookahead/bundled/model.safetensors",
-    "lookahead/drafters/adaptive/tables/988cbb1a7abc49cc.safetensors",
-    "lookahead/drafters/adaptive/tables/corpus.jsonl.xz",
+    "lookahead/learning/corpus.jsonl.xz",
     "lookahead/heads/v49152-h576-l30.safetensors",
 ]
 
 
 def test_it_is_small(wheel):
-    """Every installation downloads all of it. All but a megabyte are four files, so a further file of such a size
+    """Every installation downloads all of it. All but a megabyte are three files, so a further file of such a size
     would be there by accident, or should be a download."""
     with zipfile.ZipFile(wheel) as files:
         large = sum(files.getinfo(name).compress_size for name in LARGE)

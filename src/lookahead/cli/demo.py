@@ -60,10 +60,15 @@ def demo(
     empty = [path.name for path, text in texts.items() if not text.strip()]
     if empty:
         raise SettingsError(f"the text files of --prompts must not be empty, but {empty[0]} is")
-    # Load, compile and measure the cost curve before anything is timed.
+    # Load, compile, count the base table and measure the cost curve before anything is timed.
     note("loading the model")
     start = perf_counter()
     llm = load_model(load)
+    from ..drafters.adaptive import base_files  # imports numpy
+
+    if base_files.is_building():
+        note("counting what follows what in text of models, once for this tokenizer: ten to twenty seconds")
+        base_files.wait_for_tables()
     for drafter in (None, Plain()):
         llm.generate(list(range(5, 37)), max_new_tokens=16, ignore_eos=True, drafter=drafter)
     note(f"{llm.name} in {llm.dtype}: ready after {perf_counter() - start:.1f} s")

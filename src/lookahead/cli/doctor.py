@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
+from ..core import SettingsError
 from ..options import DRAFTERS, LoadOptions
 from ..records import as_line
 from ..text.prompts import has_chat_template
@@ -183,17 +184,19 @@ def _remembered() -> dict[str, Any]:
 
 
 def _base_table(llm: LLM) -> str:
-    """The table that the adaptive drafter uses, or how to get one, after the reasons why others cannot be used."""
-    from ..drafters.adaptive.base_files import cannot_build, is_current, key_of, read_tables
+    """The table that the adaptive drafter uses, or why there is none and how to get one."""
+    from ..drafters.adaptive.base_files import cannot_build, is_current, key_of, read_table
 
-    tables, reasons = read_tables(key_of(llm.model), llm.vocabulary)
-    if not tables:
+    try:
+        table = read_table(key_of(llm.model), llm.vocabulary)
+    except SettingsError as error:
+        table, missing = None, str(error)
+    else:
         missing = cannot_build(llm.tokenizer) or "one is counted when the model is loaded"
-        return "; ".join([*reasons, f"none ({missing}); lookahead learn makes a better one"])
-    learned = tables[0].learned
-    corpus = "the corpus" if is_current(tables[0]) else "a part of the corpus or an earlier one"
-    used = f"{tables[0].path}, from {f'{learned:,} tokens' if learned else corpus}"
-    return "; ".join([*reasons, f"in use: {used}"]) if reasons else used
+    if table is None:
+        return f"none ({missing}); lookahead learn makes a better one"
+    corpus = "the corpus" if is_current(table) else "a part of the corpus or an earlier one"
+    return f"{table.path}, from {f'{table.learned:,} tokens' if table.learned else corpus}"
 
 
 def _plain(value: Any) -> str:

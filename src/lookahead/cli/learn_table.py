@@ -36,7 +36,6 @@ def learn(
     It needs no data and no training. Ctrl-C stops generating and builds the table from the text so far; another run
     continues.
     """
-    from ..drafters.adaptive.base_files import key_of, read_tables
     from ..learning.table_learner import Goal, Learner
 
     # The goal, and the text of earlier runs.
@@ -66,12 +65,6 @@ def learn(
             f"interrupted; {learner.folder.tokens:,} tokens are kept, and another run continues"
         ) from None
     # Report.
-    used = read_tables(key_of(llm.model), llm.vocabulary)[0]
-    if output is None and used and used[0].path != table.path:
-        note(
-            f"the table {used[0].path}, from {used[0].learned:,} tokens, stays in use until this one is from more; "
-            f"use this one with --table {table.path}"
-        )
     if as_json:
         figures = {"file": str(table.path), "tokens": table.learned, "contexts": table.contexts}
         typer.echo(json.dumps({"model": llm.name, **figures, "interrupted": interrupted}))

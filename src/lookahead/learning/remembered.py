@@ -11,7 +11,7 @@ from filelock import Timeout
 
 from ..core import SettingsError
 from ..core.errors import first_line
-from ..drafters.adaptive.base_files import read_tables
+from ..drafters.adaptive.base_files import read_table
 from ..drafters.adaptive.remembered import Remembered, locked
 from ..drafters.adaptive.sources.base_table import save_table
 from .table import Places, joined, levels_in, levels_of, trie_of
@@ -27,11 +27,10 @@ def build(remembered: Remembered) -> None:
         SettingsError: the table cannot be saved.
         ValueError: the answers cannot be read.
     """
-    tables, _ = read_tables(remembered.key, 0)
+    table = read_table(remembered.key, 0)
     places = Places.of_corpus(list(remembered.texts()))
-    if not tables or not len(places):
+    if table is None or not len(places):
         return
-    table = tables[0]
     vocabulary = max(table.vocabulary, 1 + int(max(places.contexts.max(), places.ids.max())))
     known = levels_in(table.trie, vocabulary)
     own = levels_of([places], vocabulary, [WEIGHT], known=known)

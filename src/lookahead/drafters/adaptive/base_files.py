@@ -5,8 +5,7 @@ write alike. All models with one tokenizer therefore share a table, in any size 
 and never changes a token. The tables of this machine are in the user's cache folder: ``lookahead learn`` makes them,
 and where there is none, another process counts the package's corpus (``lookahead.learning.corpus``), once for each
 tokenizer, from when a model with it is loaded. The table of a part comes first, and text that is decoded before does
-without. This package includes the table of the default model's tokenizer. If a tokenizer has both, the one with more
-of models' own text is used.
+without.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ from ...model import Model
 from ...records import cache_folder
 from .sources.base_table import BaseTable, open_table
 
-#: The tables included in this package.
-INCLUDED = Path(__file__).parent / "tables"
 #: The text of models in which tables are counted.
-CORPUS = INCLUDED / "corpus.jsonl.xz"
+CORPUS = Path(__file__).parents[2] / "learning" / "corpus.jsonl.xz"
 #: What a process in the background adds to its nice value. Beside decoding on two cores of Linux 6.18, it still gets
 #: 60 to 80 % of a core, and passes take 1.6 times as long. With SCHED_IDLE, it gets 12 %, and they take 1.1 times as
 #: long (dev/LOG.md).
@@ -50,9 +47,6 @@ Größe, façade, mañana, coração, Ærø, žluťoučký kůň, İstanbul, Vi�
 Здравствуй, мир! Γειά σου Κόσμε. שלום עולם. مرحبا بالعالم. नमस्ते दुनिया। สวัสดีชาวโลก
 你好，世界！我们今天学习数学。 こんにちは世界。 안녕하세요 세계.
 1. one\n2. two\n- [ ] three\n* **four**\n| a | b |\n|---|---|\n∑ x² ≤ ∞, α → β, 25 °C, ½, 😀👍🏽 ✓"""
-
-#: Name of a shape -> key of its tokenizer: the default model's, for callers that have no tokenizer.
-KNOWN = {"v49152-h576-l30": "988cbb1a7abc49cc"}
 
 #: The tokenizers whose tables this process has tried to build, with the process that does; None if none was started.
 _building: dict[str, subprocess.Popen[bytes] | None] = {}
@@ -73,7 +67,7 @@ def tokenizer_key(tokenizer: Any) -> str:
 def key_of(model: Model) -> str:
     """The key of a model's tokenizer; "" if it is not known."""
     if model.tokenizer is None:
-        return KNOWN.get(model.shape.name, "")
+        return ""
     kept = model.state.setdefault("tokenizer", {})
     if "key" not in kept:
         kept["key"] = tokenizer_key(model.tokenizer)
@@ -86,36 +80,26 @@ def table_file(key: str) -> Path:
     return cache_folder() / "tables" / f"{key}.safetensors"
 
 
-def existing_files(own: Path, included: Path) -> list[Path]:
-    """Those of two files that exist: the one made on this machine, then the one included in the package."""
-    # Path.is_file raises PermissionError before Python 3.14 if the home folder is not accessible.
-    return [file for file in (own, included / own.name) if os.path.isfile(file)]
-
-
-def read_tables(key: str, vocabulary: int) -> tuple[list[BaseTable], list[str]]:
-    """The usable tables of a tokenizer, the one to use first, and why its other tables cannot be used.
-
-    The table of a short ``lookahead learn`` gives worse guesses than an included one that was built from more text.
+def read_table(key: str, vocabulary: int) -> BaseTable | None:
+    """The table that was made on this machine for a tokenizer; None if there is none.
 
     Args:
-        key: the tokenizer's key.
+        key: the tokenizer's key; "" if unknown.
         vocabulary: V of the model; 0 if unknown.
+
+    Raises:
+        SettingsError: the table cannot be used.
     """
-    tables = list[BaseTable]()
-    reasons = list[str]()
-    for file in existing_files(table_file(key), INCLUDED) if key else ():
-        try:
-            tables.append(checked_table(file, vocabulary, key))
-        except SettingsError as error:
-            reasons.append(str(error))
-    return sorted(tables, key=lambda table: -table.learned), reasons
+    file = table_file(key)
+    # Path.is_file raises PermissionError before Python 3.14 if the home folder is not accessible.
+    return checked_table(file, vocabulary, key) if key and os.path.isfile(file) else None
 
 
 def base_table_of(tokenizer: Any, key: str, vocabulary: int, decodes: bool = True) -> BaseTable | None:
-    """The first of ``read_tables`` for a tokenizer. Warns about those that cannot be used.
+    """The table of a tokenizer; warns if it cannot be used.
 
-    If there is none, or only one that was counted in an earlier corpus or in a part, another process starts to build
-    one, and runs in idle time once text is decoded. Later calls return what it has saved.
+    If there is none, or one that was counted in an earlier corpus or in a part, another process starts to build one,
+    and runs in idle time once text is decoded. Later calls return what it has saved.
 
     Args:
         tokenizer: of the model; None if unknown.
@@ -123,10 +107,12 @@ def base_table_of(tokenizer: Any, key: str, vocabulary: int, decodes: bool = Tru
         vocabulary: V of the model.
         decodes: whether text is about to be decoded, rather than a model loaded.
     """
-    tables, reasons = read_tables(key, vocabulary)
-    for reason in reasons:
-        warn_once(reason)
-    if key and not any(map(is_current, tables)):
+    table = None
+    try:
+        table = read_table(key, vocabulary)
+    except SettingsError as error:
+        warn_once(str(error))
+    if key and (table is None or not is_current(table)):
         if key not in _building:
             _building[key] = None
             if not cannot_build(tokenizer):
@@ -134,7 +120,7 @@ def base_table_of(tokenizer: Any, key: str, vocabulary: int, decodes: bool = Tru
         process = _building[key]
         if process is not None and decodes:
             run_when_idle(process)
-    return tables[0] if tables else None
+    return table
 
 
 def corpus_bytes() -> int:

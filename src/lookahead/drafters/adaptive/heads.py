@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from ...core import NumericalError, OutOfMemory, SettingsError, Target
 from ...model import Model
 from ...records import cache_folder
-from .base_files import existing_files
 from .model_curves import measuring
 from .sources.head_file import HeadWeights, load_head
 from .sources.light_head import GREEDY_GUESSES, SAMPLED_GUESSES, LightHead
@@ -31,7 +31,9 @@ def own_head_file(name: str) -> Path:
 
 def head_files(name: str) -> list[Path]:
     """The light heads of a model that exist: the one trained on this machine, then the included one."""
-    return existing_files(own_head_file(name), INCLUDED)
+    own = own_head_file(name)
+    # Path.is_file raises PermissionError before Python 3.14 if the home folder is not accessible.
+    return [file for file in (own, INCLUDED / own.name) if os.path.isfile(file)]
 
 
 def find_head(name: str) -> Path | None:
