@@ -34,7 +34,7 @@ help:
 	@echo "                    (DATA=folder of data sets, LIMIT=prompts of each)"
 	@echo "make peers          install what make results compares with, except vLLM (make vllm): llama.cpp, compiled here, OpenVINO"
 	@echo "make larger         bring a larger model for make results, 0.5B in Q4_K_M"
-	@echo "make drafters       train the drafters that make results compares with (over an hour)"
+	@echo "make drafters       train drafters (over an hour); make results then compares with them"
 	@echo "make corpus         write the answers of the package's corpus again, and compare (hours; brings two larger models)"
 	@echo "make gpu-check      measure everything that needs a GPU, in ten minutes, and write one page"
 
@@ -150,7 +150,7 @@ $(QWEN) $(QWEN_1_5B): | $(READY)
 
 # The answers of the package's corpus, written again and packed, must be those of the package, packed by today's rules. Three to four hours
 # of one core; an interrupted run continues.
-CORPUS := src/lookahead/drafters/adaptive/tables/corpus.jsonl.xz
+CORPUS := src/lookahead/learning/corpus.jsonl.xz
 WRITERS := smollm2 qwen=$(QWEN) qwen-1.5b=$(QWEN_1_5B) qwen-code=$(QWEN) qwen-1.5b-code=$(QWEN_1_5B)
 corpus: $(QWEN) $(QWEN_1_5B)
 	for each in $(WRITERS); do writer=$${each%%=*}; model=$${each#$$writer}; \
@@ -279,7 +279,7 @@ DATA ?= data
 LIMIT ?= 8
 results: $(READY)
 	@mkdir -p build
-	@for peer in peers vllm drafters larger; do $(MAKE) --no-print-directory $$peer >build/$$peer.log 2>&1 \
+	@for peer in peers vllm larger; do $(MAKE) --no-print-directory $$peer >build/$$peer.log 2>&1 \
 	  || echo "make $$peer failed (build/$$peer.log); the pages that need it are left out"; done
 	@$(MAKE) --no-print-directory measure
 

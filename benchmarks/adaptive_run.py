@@ -30,6 +30,7 @@ from lookahead.options import Options
 
 from .datasets import load_workload
 from .plots import COLOURS, new_figure, save
+from .quiet import processor
 from .report import command_line
 
 WORKLOADS = {"code": "humaneval", "maths": "gsm8k"}
@@ -163,7 +164,7 @@ def main() -> None:
     add("--prompts", type=int, default=20)
     add("--new-tokens", type=int, default=128)
     add("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 1.0])
-    add("--out", type=Path, default=Path("docs/images/adaptive-run.json"))
+    add("--out", type=Path, default=Path("docs/results/adaptive-run.json"))
     add("--pictures", type=Path, default=Path("docs/images"))
     args = parser.parse_args()
     if args.draw:
@@ -223,7 +224,8 @@ def main() -> None:
     # Save the figures, and draw them.
     where = describe({**environment(), "model": llm.name, "dtype": llm.dtype, "path": llm.path})
     command = command_line(sys.argv[1:], "python -m benchmarks.adaptive_run")
-    facts = {"command": command, "where": where, "levels": LEVELS, "calibration": levels, "runs": runs}
+    facts = {"command": command, "where": where, "processor": processor(), "levels": LEVELS}
+    facts |= {"calibration": levels, "runs": runs}
     args.out.write_text(json.dumps(facts) + "\n")
     draw(facts, args.pictures)
     equal = sum(run["equal"] for run in runs)

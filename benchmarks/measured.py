@@ -163,4 +163,9 @@ def shown_models() -> dict[str, Measured]:
 
 def corpus_lines() -> list[dict[str, Any]]:
     """The lines of ``benchmarks.corpus.measure``, of all models."""
-    return [line for path in sorted(RESULTS.glob("corpus-*.json")) for line in json.loads(path.read_text())]
+    return [line for name in corpus_pages() for line in figures_of(name)]
+
+
+def corpus_pages() -> list[str]:
+    """The measurements of ``benchmarks.corpus.measure``, one for each model."""
+    return sorted(path.stem for path in RESULTS.glob("corpus-*.json"))

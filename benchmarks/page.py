@@ -76,7 +76,9 @@ def write_report(
         loads: load averages of the measurements; None for that of the record and the one now.
         more: further fields of the JSON.
     """
-    program = f"python -m benchmarks.{Path(sys.argv[0]).stem}"
+    parts = Path(sys.argv[0]).with_suffix("").parts
+    own = parts[parts.index("benchmarks") :] if "benchmarks" in parts else ("benchmarks", parts[-1])
+    program = f"python -m {'.'.join(own)}"
     command = command_line(sys.argv[1:], program)
     where = describe(record)
     loads = [record.get("load"), os.getloadavg()[0]] if loads is None else loads

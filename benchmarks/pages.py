@@ -6,7 +6,6 @@ sentence, a chart, short tables. A function here gives the values for its {{plac
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import unescape
@@ -30,6 +29,7 @@ from .measured import (
     STATES,
     Measured,
     corpus_lines,
+    corpus_pages,
     equal,
     facts_of,
     figures_of,
@@ -720,7 +720,6 @@ def sources() -> Values:
             [[name_of(name), f"{x.s_steps:.2f}", times(x)] for name, x in methods.items()],
         ),
         "corpus": corpus_section(),
-        "corpus_origin": corpus_origin(),
         "worth": table(["", *KINDS], worth),
         "equal": "All" if all_equal else "Not all",
     }
@@ -783,21 +782,6 @@ def corpus_section() -> str:
     }
     words = (QUESTIONS / "corpus.txt").read_text(encoding="utf-8").strip()
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], words)
-
-
-def corpus_origin() -> str:
-    """The files of S by the amount of text, for the list at the end of the page."""
-    items = []
-    for path in sorted(RESULTS.glob("corpus-*.json")):
-        lines = json.loads(path.read_text(encoding="utf-8"))
-        one = lines[0]
-        *sizes, _ = sorted({x["tokens"] for x in lines})
-        items.append(
-            f"- `{path.name}`: {one['machine']}; commit {one['commit']}, {one['model']}.\n\n"
-            f"    `python -m benchmarks.corpus.measure {path.name} --model {one['model']} --data data "
-            f"--prompts {one['prompts']} --tokens {' '.join(map(str, sizes))} all`"
-        )
-    return "\n\n".join(items)
 
 
 def weights() -> Values:
@@ -926,6 +910,8 @@ PAGES: dict[str, tuple[Callable[[], Values], tuple[str, ...]]] = {
 def shown_on(name: str) -> list[str]:
     """The measurements that a page shows."""
     more = [own.name for own in shown_models().values()] if name == "speed" else []
+    if name == "sources":
+        more = corpus_pages()
     for page, measurements in (("same-text", (REFEREE,)), ("s-by-rows", (BY_KIND, BY_KIND_LEARNED))):
         if name == page:
             more = [each for each in measurements if (RESULTS / f"{each}.json").is_file()]

@@ -5,8 +5,9 @@
     python -m benchmarks.results --readme        measure nothing: write the pages and README from the records
 
 A measurement by the same command on the same processor from the same code (see ``Step.sources``) is not made again;
-new comments and docstrings do not make it other code. Records survive an interrupt, so the same command continues,
-also after records have been committed. Peers are openvino-genai, on conversions of the model's file by
+new comments and docstrings do not make it other code. Pages without times (``UNTIMED``) hold on every processor, and
+are made side by side, with one thread each, after the others. Records survive an interrupt, so the same command
+continues, also after records have been committed. Peers are openvino-genai, on conversions of the model's file by
 convert_gguf.py, llama.cpp's own programs, if --llamacpp-bin names their folder, and vLLM, if `make vllm` was run.
 ``pages`` has what the pages show of them.
 """
@@ -22,6 +23,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -146,6 +148,17 @@ FOR_SOME = {
 #: A folder with a Python that has vLLM and this package; the file that `make vllm` writes last is in it.
 VLLM = Path("build/vllm-0.32.0")
 VLLM_READY = VLLM / ".ready"
+#: Pages that show no time: S, texts and scores depend neither on the processor nor on its load.
+UNTIMED = (
+    "kinds",
+    "kinds-learned",
+    "packed-accuracy",
+    "dynamics",
+    "pass-rate",
+    "sampling-quality",
+    "attention",
+)
+UNTIMED += ("scaling-law", "text", "corpus-1.5b", "corpus-0.5b", "corpus-135m")
 #: Beginnings of the names of other libraries' methods.
 PEERS = ("llamacpp", "openvino", "hf")
 
@@ -164,8 +177,13 @@ class Step:
         """Its figures."""
         return RESULTS / f"{self.name}.json"
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the page shows times, which need a quiet machine."""
+        return self.name not in UNTIMED
+
     def is_done(self) -> bool:
-        """Whether the page was made by this command on this machine from this code."""
+        """Whether the page was made by this command from this code, and on this machine if it shows times."""
         if not self.page.is_file():
             return False
         facts = json.loads(self.page.read_text())
@@ -177,7 +195,8 @@ class Step:
         command = command_line(list(words[2:]), f"python -m {words[1]}")
         made = re.search(r"commit ([^,]+),", facts["where"])
         here = facts["where"].startswith(describe_machine(machine()) + ",")
-        if facts["command"] != command or not here or facts.get("processor") != processor():
+        here = here and facts.get("processor") == processor()
+        if facts["command"] != command or (self.is_timed and not here):
             return False
         return made is not None and same_code(made[1], commit(), self.sources())
 
@@ -189,7 +208,7 @@ class Step:
         program = self.words[1].removeprefix("benchmarks.")
         unused = [files for files, users in USED_BY.items() if not {self.name, program} & set(users)]
         unused += [f"benchmarks/paper/{name.replace('-', '_')}.py" for name in STUDY if name != self.name]
-        programs = (f"{program}.py", *FOR_ALL, *FOR_SOME.get(program, ()))
+        programs = (f"{program.replace('.', '/')}.py", *FOR_ALL, *FOR_SOME.get(program, ()))
         return ["src", *(f"benchmarks/{file}" for file in programs), *(f":!{files}" for files in unused)]
 
     def chosen(self) -> tuple[str, ...]:
@@ -204,7 +223,8 @@ class Step:
 
     def run(self) -> None:
         """Make the page."""
-        subprocess.run([self.python, *self.chosen()], cwd=ROOT, check=True)
+        threads = {} if self.is_timed else {"OMP_NUM_THREADS": "1"}
+        subprocess.run([self.python, *self.chosen()], cwd=ROOT, check=True, env=os.environ | threads)
         folder = RECORDS / self.name
         if not (folder / "summary.json").is_file():  # the command has written its figures itself
             return
@@ -385,6 +405,18 @@ def steps(given: Sources) -> list[Step]:
             _left_out(
                 "kinds-learned", why="`lookahead learn` must have made a table of a model, as for its speed"
             )
+    for file in files:
+        size = measured.size_of(file)
+        prompts = 8 if measured.millions(size) > 1000 else 12
+        words = [
+            f"docs/results/corpus-{size.lower()}.json",
+            "--model",
+            _linked(file),
+            *data,
+            "--prompts",
+            prompts,
+        ]
+        plan(f"corpus-{size.lower()}", 0.008 * measured.millions(size) + 1, "corpus.measure", *words)
     # Packed weights: how close they are, and what a step costs.
     if model is not None:
         plan("packed-accuracy", 3, "packed_accuracy", model, *data)
@@ -397,6 +429,7 @@ def steps(given: Sources) -> list[Step]:
     prompts = max(2, 3 * limit // 8)
     plan("dynamics", 1.7 * prompts, "dynamics", *data, "--limit", prompts)
     plan("pass-rate", 3, "pass_rate", *data)
+    plan("adaptive-run", 5, "adaptive_run", *data)
     plan("batch-size", max(1.5, 0.4 * given.half), "batch_size", *data, "--limit", given.half)
     plan("exact", 6.2, "exact_text", "--cost-tokens", 16)
     if model is not None:
@@ -410,6 +443,12 @@ def steps(given: Sources) -> list[Step]:
         planned.append(
             Step("vllm", tuple(words), 7.5 + 3.75 * prompts, python=str(ROOT / VLLM / "bin" / "python"))
         )
+    if model is None:
+        _left_out("text", why="it needs the default model")
+    else:
+        words = ["--llamacpp", given.llamacpp_bin / "llama-server"] if given.llamacpp_bin is not None else []
+        words += ["--vllm", VLLM / "bin" / "python"] if (ROOT / VLLM_READY).is_file() else []
+        plan("text", 10, "text", "--threads", 1, *words)
     # The paper's results and trained drafters, which take long.
     for name, (share, minutes) in STUDY.items():
         prompts = max(1, int(share * limit))
@@ -664,6 +703,10 @@ class Pace:
         """The time that a page will take, in minutes."""
         return step.minutes * (self._took / self._planned if self._planned else 1.0)
 
+    def all(self, steps: Sequence[Step], cores: int) -> float:
+        """The time that pages will take, in minutes; those without times are made side by side."""
+        return sum(self.minutes(step) / (1 if step.is_timed else cores) for step in steps)
+
 
 def measure(given: Sources, only: str = "") -> list[str]:
     """Make every page with the prefix ``only`` that this commit has not made. Returns the pages that failed."""
@@ -671,30 +714,40 @@ def measure(given: Sources, only: str = "") -> list[str]:
     if not planned:
         raise SystemExit(f"error: --only must be the beginning of a page's name, got {only!r}")
     todo = [step for step in planned if not step.is_done()]
-    minutes = sum(step.minutes for step in todo)
-    print(
-        f"{len(todo)} of {len(planned)} pages to make, about {minutes:.0f} minutes on 2 quiet cores",
-        flush=True,
-    )
-    failed = []
+    cores = os.cpu_count() or 1
     pace = Pace()
-    for number, step in enumerate(planned, 1):
+    told = f"about {pace.all(todo, cores):.0f} minutes on {cores} quiet cores"
+    print(f"{len(todo)} of {len(planned)} pages to make, {told}", flush=True)
+    failed = []
+
+    def make(step: Step) -> None:
         if step.is_done():  # asked again, because a page before it may have changed its words
-            continue
-        left = sum(pace.minutes(each) for each in planned[number - 1 :] if not each.is_done())
-        told = f"about {pace.minutes(step):.0f} minutes, {left:.0f} for all that are left"
-        print(f"{number}/{len(planned)} {step.name}: {told}", flush=True)
+            return
+        left = [each for each in planned if not each.is_done()]
+        told = f"about {pace.minutes(step):.0f} minutes, {pace.all(left, cores):.0f} for all that are left"
+        print(f"{len(planned) - len(left) + 1}/{len(planned)} {step.name}: {told}", flush=True)
         start = perf_counter()
         try:
-            require_quiet()
+            if step.is_timed:
+                require_quiet()
             step.run()
         except (subprocess.CalledProcessError, SettingsError) as error:
             print(f"{step.name} failed: {error}", flush=True)
             failed.append(step.name)
         took = (perf_counter() - start) / 60
-        if step.name not in failed:
+        if step.is_timed and step.name not in failed:
             pace.add(step, took)
         print(f"{step.name} took {took:.1f} minutes", flush=True)
+
+    for step in planned:
+        if step.is_timed:
+            make(step)
+    with ThreadPoolExecutor(cores) as pool:
+        try:
+            list(pool.map(make, (step for step in planned if not step.is_timed)))
+        except BaseException:  # an interrupt, which ended the programs too
+            pool.shutdown(cancel_futures=True)
+            raise
     return failed
 
 

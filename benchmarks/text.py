@@ -5,7 +5,8 @@
 The prompts are those of ``lookahead verify``; every completion is greedy. Servers are started here and asked over
 HTTP: the plain one twice, the other one once. OpenVINO GenAI, transformers and the paths of this library run in this
 process, and the gap at a difference comes from transformers' float32 logits of the same weights. Findings are kept in
-``--out``.json as they come, so an interrupted run continues; peers that are not given or not installed are left out.
+``--out``.json as they come, so an interrupted run at one commit continues; peers that are not given or not installed
+keep what was found of them before.
 """
 
 from __future__ import annotations
@@ -311,7 +312,7 @@ def main() -> None:
             done = figures["lines"].setdefault(line.engine, {})
             if given.only and not any(part in line.engine for part in given.only):
                 continue
-            if line.compared in done:
+            if done.get(line.compared, {}).get("where") == describe(record):
                 continue
             try:
                 done[line.compared] = figures_of(line.run()) | {"where": describe(record)}

@@ -47,9 +47,8 @@ def test_the_words_of_a_page_have_a_place_for_each_of_its_values():
 
 
 def test_every_measurement_is_on_a_page():
-    corpus = [path.stem for path in RESULTS.glob("corpus-*.json")]
     shown = {name for page in pages.PAGES for name in pages.shown_on(page)}
-    assert {x.stem for x in RESULTS.glob("*.json")} <= shown | {*measured.INSTEAD.values(), *corpus}
+    assert {x.stem for x in RESULTS.glob("*.json")} <= shown | {*measured.INSTEAD.values(), "adaptive-run"}
 
 
 @pytest.mark.parametrize("name", ["README.md", "README.zh.md", "docs/index.md", "docs/zh/index.md"])
@@ -76,8 +75,6 @@ def test_the_text_of_a_table_has_a_section_once_it_was_measured(tmp_path, monkey
     monkeypatch.setattr(measured, "RESULTS", tmp_path)
     line = {
         "model": "Q-1.5B.gguf",
-        "machine": "a processor, 2 cores",
-        "commit": "0123456789ab",
         "kind": "prose",
         "rows": 4,
         "bytes": 9,
@@ -86,7 +83,12 @@ def test_the_text_of_a_table_has_a_section_once_it_was_measured(tmp_path, monkey
         "steps": 5,
     }
     lines = [line | {"tokens": tokens, "s": s} for tokens, s in ((0, 1.2), (50_000, 1.4), (500_000, 1.55))]
-    (tmp_path / "corpus-1.5b.json").write_text(json.dumps(lines))
+    facts = {
+        "command": "a command",
+        "where": "a processor, 2 cores, commit 0123456789ab, Q-1.5B.gguf",
+        "figures": lines,
+    }
+    (tmp_path / "corpus-1.5b.json").write_text(json.dumps(facts))
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     text = pages.corpus_section()
     assert "|  | no table | 50k | all |" in text
@@ -94,9 +96,9 @@ def test_the_text_of_a_table_has_a_section_once_it_was_measured(tmp_path, monkey
     assert "The whole text has 500,000 tokens." in text
     assert "at most 6 new tokens; prompts of each kind: 2." in text
     assert "a processor" not in text, "the machine is named at the end of the page"
-    end = pages.corpus_origin()
-    assert end.startswith("- `corpus-1.5b.json`: a processor, 2 cores; commit 0123456789ab, Q-1.5B.gguf.")
-    assert " --model Q-1.5B.gguf --data data --prompts 2 --tokens 0 50000 all`" in end
+    assert pages.shown_on("sources")[0] == "corpus-1.5b"
+    end = pages.origin("corpus-1.5b")
+    assert end.startswith("- `corpus-1.5b.json`: a processor, 2 cores, commit 0123456789ab, Q-1.5B.gguf.")
     assert "50,000" in pages.corpus_chart()
 
 
@@ -141,16 +143,15 @@ def test_columns_of_tables_are_shown_once_they_were_measured(monkeypatch):
 
 
 def test_kinds_of_text_have_a_section_once_they_were_measured(tmp_path, monkeypatch):
-    """The record of benchmarks.kinds, with a model that has one state more than the other."""
+    """The records of benchmarks.kinds, with and without the one of learned tables, which not all models have."""
     assert bool(pages.kinds_section()) == (RESULTS / "kinds.json").is_file()
     models = {"Q-1.5B-Instruct.Q4_K_M.gguf": 1.0, "SmolLM2-135M-Instruct.Q4_1.gguf": 2.0}
-    states = {"cold": 1.0, "corpus": 1.25, "included": 1.5}
+    states = {"cold": 1.0, "corpus": 1.25}
     lines = [
         {"model": model, "state": state, "temperature": t, "rows": k, "kind": kind, "prompts": 2}
         | {"new": round(400 * of_model * more * (1 + k / 64 + n / 20)), "steps": 400}
         for model, of_model in models.items()
         for state, more in states.items()
-        if state != "included" or "135M" in model
         for k in kinds.ROWS
         for t in (kinds.TEMPERATURES if k in kinds.SAMPLED_ROWS else (0.0,))
         for n, kind in enumerate(kinds.PROMPTS)
@@ -165,8 +166,8 @@ def test_kinds_of_text_have_a_section_once_they_were_measured(tmp_path, monkeypa
     assert not pages.kinds_section(), "learned tables are shown beside the others only"
     (tmp_path / "kinds.json").write_text(json.dumps({**facts, "figures": lines, "new_tokens": 48}))
     with_learned = pages.kinds_section()
-    assert "\n| rows | 1.5B: cold / corpus / learned | 135M: cold / corpus / included |" in with_learned
-    assert "\n| 4 | 1.31 / 1.64 / 1.64 | 2.62 / 3.28 / 3.94 |" in with_learned
+    assert "\n| rows | 1.5B: cold / corpus / learned | 135M: cold / corpus |" in with_learned
+    assert "\n| 4 | 1.31 / 1.64 / 1.64 | 2.62 / 3.28 |" in with_learned
     assert "(*learned*)" in with_learned
     assert pages.shown_on("s-by-rows")[:2] == ["kinds", "kinds-learned"]
     (tmp_path / "kinds-learned.json").unlink()
@@ -177,16 +178,13 @@ def test_kinds_of_text_have_a_section_once_they_were_measured(tmp_path, monkeypa
         "S of the 1.5B model at four rows ranges from 1.33 (coding) to 1.95 (writing); at 64 rows it is 2.81"
         in text
     )
-    assert (
-        "\n| rows | 1.5B: cold / corpus | 135M: cold / corpus / included | c(k), 1.5B | c(k), 135M |\n"
-        in text
-    )
+    assert "\n| rows | 1.5B: cold / corpus | 135M: cold / corpus | c(k), 1.5B | c(k), 135M |\n" in text
     steps = {
         line["type"]: line["t"]["4"]["ours"] / line["t"]["1"]["ours"]
         for line in measured.figures_of("packed-step")
     }
     costs = f"{steps['1.5B']:.2f} | {steps['own']:.2f}"
-    assert f"\n| 4 | 1.31 / 1.64 | 2.62 / 3.28 / 3.94 | {costs} |\n" in text
+    assert f"\n| 4 | 1.31 / 1.64 | 2.62 / 3.28 | {costs} |\n" in text
     assert re.search(r" four rows cost \d\.\d\d \(1\.5B\), .*, drafting included\.\n", text)
     for row in re.findall(r"^\|.*\|$", text, re.M):
         assert row.count("|") <= 8

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,12 +48,22 @@ def plan(tmp_path, monkeypatch, capsys):
     return planned
 
 
-OTHERS = ["dynamics", "pass-rate", "batch-size", "exact"]
+OTHERS = ["dynamics", "pass-rate", "adaptive-run", "batch-size", "exact"]
 PACKED = ["bench-packed", "bench-packed-sampled", "bench-packed-head"]
 SPEED = ["speed-1.5b", "speed-0.5b", "speed-135m"]
 EVERY_PAGE = [*SPEED, "llamacpp-examples", "bench-openvino", *PACKED]
 EVERY_PAGE += ["startup", "serve", "rows", "kinds", "kinds-learned"]
-EVERY_PAGE += ["packed-accuracy", "packed-step", *OTHERS, "bench-bf16", "vllm", *results.STUDY, "trained"]
+EVERY_PAGE += ["corpus-1.5b", "corpus-0.5b", "corpus-135m"]
+EVERY_PAGE += [
+    "packed-accuracy",
+    "packed-step",
+    *OTHERS,
+    "bench-bf16",
+    "vllm",
+    "text",
+    *results.STUDY,
+    "trained",
+]
 
 
 def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
@@ -122,7 +133,8 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
         pages, _ = plan(
             ["llama_cpp", "openvino_genai", "nncf"], limit=limit, llamacpp_bin=tmp_path / "bin", models=models
         )
-        assert 90 < sum(step.minutes for name, step in pages.items() if name != "trained") < most
+        pages.pop("trained", None)
+        assert 90 < results.Pace().all(list(pages.values()), cores=2) < most
 
 
 @pytest.mark.parametrize("limit", [8, 10])
@@ -155,7 +167,16 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
         name
         for name in EVERY_PAGE
         if not name.startswith(
-            ("speed", "bench-openvino", "llamacpp-examples", "vllm", "trained", "kinds-learned")
+            (
+                "speed",
+                "bench-openvino",
+                "llamacpp-examples",
+                "vllm",
+                "trained",
+                "kinds-learned",
+                "corpus-1.",
+                "corpus-0.",
+            )
         )
     ]
     assert "speed: left out; --llamacpp-bin must name the folder of llama.cpp's programs\n" in printed
@@ -214,6 +235,15 @@ def test_a_page_is_made_once_by_a_commit_and_command(plan, tmp_path):
     del facts["processor"]
     step.page.write_text(json.dumps(facts))
     assert not step.is_done(), "it may be a page of another machine"
+    untimed = plan()[0]["scaling-law"]
+    command = command.replace("parallel --data data --limit 12", "scaling-law --data data --limit 25")
+    facts |= {"command": command.replace("results/parallel", "results/scaling-law")}
+    untimed.page.write_text(json.dumps(facts | {"where": f"Abacus 7, commit {results.commit()}, a model"}))
+    assert untimed.is_done(), "it shows no time"
+    untimed.page.write_text(
+        json.dumps(facts | {"where": facts["where"].replace(results.commit(), "0123456789ab")})
+    )
+    assert not untimed.is_done()
 
 
 def test_a_page_depends_on_its_own_programs_and_not_on_those_of_others(plan, tmp_path):
@@ -553,16 +583,16 @@ def test_what_ends_a_run_is_one_line_and_the_next_run_makes_the_rest(
 
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(results, "steps", lambda given: planned)
-    planned = [results.Step(name, ("-m", f"benchmarks.{name}"), 1) for name in ("dynamics", "serve", "step")]
+    planned = [results.Step(name, ("-m", f"benchmarks.{name}"), 1) for name in ("rows", "serve", "step")]
     monkeypatch.setattr(results.Step, "run", run)
     monkeypatch.setattr(results, "require_quiet", lambda: None)
     monkeypatch.setattr(written, "write", lambda: None)
     words = ["--data", str(tmp_path)]
     assert says in str(results.program(words))
-    assert made == ["dynamics"]
+    assert made == ["rows"]
     stops.clear()
     assert results.program(words) == 0
-    assert made == ["dynamics", "serve", "step"], "finished pages are not made again"
+    assert made == ["rows", "serve", "step"], "finished pages are not made again"
 
 
 def test_a_page_whose_words_change_during_the_run_is_made_again(tmp_path, monkeypatch):
@@ -575,6 +605,27 @@ def test_a_page_whose_words_change_during_the_run_is_made_again(tmp_path, monkey
     monkeypatch.setattr(results, "require_quiet", lambda: None)
     assert results.measure(results.Sources(tmp_path, 1)) == []
     assert made == ["first", "second"]
+
+
+def test_pages_without_times_are_made_side_by_side_after_the_others(tmp_path, monkeypatch):
+    made = []
+    together = threading.Barrier(2, timeout=30)
+
+    def run(step):
+        if not step.is_timed:
+            together.wait()
+        made.append(step.name)
+
+    names = ("kinds", "rows", "dynamics", "serve")
+    planned = [results.Step(name, ("-m", f"benchmarks.{name}"), 1) for name in names]
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "steps", lambda given: planned)
+    monkeypatch.setattr(results.Step, "run", run)
+    monkeypatch.setattr(results, "require_quiet", lambda: None)
+    monkeypatch.setattr(results.os, "cpu_count", lambda: 2)
+    assert results.measure(results.Sources(tmp_path, 1)) == []
+    assert made[:2] == ["rows", "serve"]
+    assert set(made[2:]) == {"kinds", "dynamics"}
 
 
 def test_make_results_measures_without_the_peers_that_cannot_be_installed(tmp_path):
@@ -609,13 +660,13 @@ def test_a_page_that_fails_does_not_stop_the_others(error, tmp_path, monkeypatch
             raise error
         made.append(step.name)
 
-    planned = [results.Step(name, ("-m", f"benchmarks.{name}"), 1) for name in ("dynamics", "serve", "step")]
+    planned = [results.Step(name, ("-m", f"benchmarks.{name}"), 1) for name in ("rows", "serve", "step")]
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(results, "steps", lambda given: planned)
     monkeypatch.setattr(results.Step, "run", run)
     monkeypatch.setattr(results, "require_quiet", lambda: None)
     assert results.measure(results.Sources(tmp_path, 1)) == ["serve"]
-    assert made == ["dynamics", "step"]
+    assert made == ["rows", "step"]
     assert "serve failed: " in capsys.readouterr().out
 
 

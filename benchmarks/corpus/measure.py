@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import lookahead
-from lookahead.bench.record import commit, describe_machine, machine
+from lookahead.bench.record import environment
 from lookahead.drafters import Adaptive, Plain
 from lookahead.drafters.adaptive.base_files import key_of
 from lookahead.drafters.adaptive.settings import DEFAULT_SOURCES
@@ -30,6 +30,7 @@ from lookahead.learning.table import Places
 from lookahead.text.prompts import has_chat_template
 
 from .. import datasets
+from ..page import write_report
 from ..report import markdown_table
 from .write import read
 
@@ -78,7 +79,7 @@ def measure(llm: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
             corpus.save(part, table, key_of(llm.model), given.least, given.contexts)
         tables[str(len(part))] = str(table) if len(part) else None
     lines = []
-    origin = {"model": Path(llm.name).name, "machine": describe_machine(machine()), "commit": commit()}
+    origin = {"model": Path(llm.name).name}
     for kind in given.kinds:
         chats = [prompt_of(llm, kind, text) for text in prompts(kind, given.data, given.prompts)]
         common = {"max_new_tokens": given.new_tokens, "temperature": given.temperature, "seed": 0}
@@ -114,7 +115,7 @@ def measure(llm: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
 def page(files: Sequence[Path]) -> str:
     """The tables of results, one for each model."""
     parts = []
-    lines = [line for file in files for line in json.loads(file.read_text())]
+    lines = [line for file in files for line in json.loads(file.read_text())["figures"]]
     for model in dict.fromkeys(line["model"] for line in lines):
         own = [line for line in lines if line["model"] == model]
         columns = list(dict.fromkeys((line["kind"], line["rows"]) for line in own))
@@ -153,7 +154,8 @@ def main() -> None:
         print(page(given.page), end="")
         return
     llm = lookahead.load(given.model, threads=given.threads)
-    given.out.write_text(json.dumps(measure(llm, given), indent=1) + "\n")
+    record = environment() | {"model": Path(llm.name).name, "dtype": llm.dtype}
+    write_report(given.out, "S by the text of a table", record, measure(llm, given), [])
 
 
 if __name__ == "__main__":
