@@ -183,7 +183,7 @@ def main() -> None:
     add(
         "--credit",
         type=Path,
-        default=Path("docs/images/adaptive-credit.json"),
+        default=Path("docs/results/adaptive-credit.json"),
         help="accepted tokens by source",
     )
     args = parser.parse_args()

@@ -687,7 +687,7 @@ WORTH = {
 
 
 def sources() -> Values:
-    credit = facts_of("../images/adaptive-credit")
+    credit = facts_of("adaptive-credit")
     lines = [x for x in credit["figures"] if x["method"] == "adaptive cold" and not x["temperature"]]
     summed = {name: sum(x["credit"][name] for x in lines) for name in lines[0]["credit"]}
     kept = [name for name in sorted(summed, key=lambda name: -summed[name]) if summed[name] >= 0.03]
@@ -898,7 +898,7 @@ PAGES: dict[str, tuple[Callable[[], Values], tuple[str, ...]]] = {
     ),
     "start": (start, ("startup",)),
     "clients": (clients, ("serve", "batch-size")),
-    "sources": (sources, ("bench-packed", *WORTH)),
+    "sources": (sources, ("adaptive-credit", "bench-packed", *WORTH)),
     "weights": (weights, ("packed-accuracy",)),
     "engines": (engines, ("llamacpp-examples", "vllm", "bench-openvino")),
 }

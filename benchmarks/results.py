@@ -158,7 +158,7 @@ UNTIMED = (
     "sampling-quality",
     "attention",
 )
-UNTIMED += ("scaling-law", "text", "corpus-1.5b", "corpus-0.5b", "corpus-135m")
+UNTIMED += ("scaling-law", "text", "corpus-1.5b", "corpus-0.5b", "corpus-135m", "adaptive-credit")
 #: Beginnings of the names of other libraries' methods.
 PEERS = ("llamacpp", "openvino", "hf")
 
@@ -430,6 +430,7 @@ def steps(given: Sources) -> list[Step]:
     plan("dynamics", 1.7 * prompts, "dynamics", *data, "--limit", prompts)
     plan("pass-rate", 3, "pass_rate", *data)
     plan("adaptive-run", 5, "adaptive_run", *data)
+    plan("adaptive-credit", 8, "adaptive_s", *data, "--prompts", 10, "--temperatures", 0, "--quick", "--dtype", "auto")
     plan("batch-size", max(1.5, 0.4 * given.half), "batch_size", *data, "--limit", given.half)
     plan("exact", 6.2, "exact_text", "--cost-tokens", 16)
     if model is not None:
@@ -595,8 +596,9 @@ def _converted(model: Path, kind: str) -> Path:
 def _linked(file: Path) -> Path:
     """A link to a file, below the repository's folder."""
     link = Path("build/results") / file.name
-    if not (ROOT / link).exists() and not (ROOT / link).is_symlink():
+    if not (ROOT / link).exists():
         (ROOT / link).parent.mkdir(parents=True, exist_ok=True)
+        (ROOT / link).unlink(missing_ok=True)  # its file has been moved
         (ROOT / link).symlink_to(file.resolve())
     return link
 

@@ -48,7 +48,7 @@ def plan(tmp_path, monkeypatch, capsys):
     return planned
 
 
-OTHERS = ["dynamics", "pass-rate", "adaptive-run", "batch-size", "exact"]
+OTHERS = ["dynamics", "pass-rate", "adaptive-run", "adaptive-credit", "batch-size", "exact"]
 PACKED = ["bench-packed", "bench-packed-sampled", "bench-packed-head"]
 SPEED = ["speed-1.5b", "speed-0.5b", "speed-135m"]
 EVERY_PAGE = [*SPEED, "llamacpp-examples", "bench-openvino", *PACKED]
