@@ -430,7 +430,8 @@ def steps(given: Sources) -> list[Step]:
     plan("dynamics", 1.7 * prompts, "dynamics", *data, "--limit", prompts)
     plan("pass-rate", 3, "pass_rate", *data)
     plan("adaptive-run", 5, "adaptive_run", *data)
-    plan("adaptive-credit", 8, "adaptive_s", *data, "--prompts", 10, "--temperatures", 0, "--quick", "--dtype", "auto")
+    words = ["--prompts", 10, "--temperatures", 0, "--quick", "--dtype", "auto"]
+    plan("adaptive-credit", 8, "adaptive_s", *data, *words)
     plan("batch-size", max(1.5, 0.4 * given.half), "batch_size", *data, "--limit", given.half)
     plan("exact", 6.2, "exact_text", "--cost-tokens", 16)
     if model is not None:
