@@ -5,7 +5,10 @@ import json
 import lzma
 import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from itertools import islice
 
@@ -457,3 +460,18 @@ def test_another_process_builds_the_table(tmp_path, monkeypatch) -> None:
     second = llm.generate("def add(a, b):", max_new_tokens=20, drafter=Adaptive(rows=4))
     assert first.tokens == second.tokens
     assert sum(open_table(file).contexts) > 10_000
+
+
+def test_a_program_that_reads_all_output_does_not_wait_for_the_count():
+    """The count outlives the program that started it, and has its stderr."""
+    count = "from lookahead.learning.corpus import release_stderr; print(1, flush=True); release_stderr(); "
+    count += "import time; time.sleep(60)"
+    program = (
+        "import subprocess, sys; "
+        f"child = subprocess.Popen([sys.executable, '-c', {count!r}], stdout=subprocess.PIPE); "
+        "child.stdout.readline(); print(child.pid)"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert time.monotonic() - start < 50
+    os.kill(int(done.stdout), signal.SIGKILL)  # it still runs

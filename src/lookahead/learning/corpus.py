@@ -14,9 +14,11 @@ import lzma
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
+from time import sleep
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -147,6 +149,14 @@ def _is_there(file: Path, rule: Callable[[BaseTable], bool] = lambda table: True
         return False
 
 
+def release_stderr() -> None:
+    """Close stderr once the parent process has ended, which a program that reads its output otherwise waits for."""
+    parent = os.getppid()  # 1 if it has ended already, or is the first process of a container
+    while parent != 1 and os.getppid() == parent:
+        sleep(0.1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
 def main(key: str) -> None:
     """Build the table of the tokenizer on stdin (its JSON), unless another process does or has done so.
 
@@ -156,6 +166,7 @@ def main(key: str) -> None:
     from tokenizers import Tokenizer
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=release_stderr, daemon=True).start()
     file = table_file(key)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
