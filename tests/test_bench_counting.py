@@ -32,7 +32,7 @@ from lookahead.bench.report import unequal_text
 from lookahead.bench.run import loop_free
 from lookahead.core import SettingsError, Stats
 from lookahead.drafters import METHODS
-from lookahead.drafters.adaptive.base_files import key_of, table_file
+from lookahead.drafters.adaptive.base_files import key_of, table_file, wait_for_tables
 from lookahead.hf.model import HFModel
 from lookahead.hf.testing import tiny_model
 from lookahead.llamacpp.model import LlamaCppModel
@@ -661,7 +661,8 @@ def test_a_page_of_packed_weights_has_its_figures(packed):
 def test_the_benchmark_drafts_as_a_user_does():
     """The drafter gets the default model's base table and light head, so the steps are those of ``generate``."""
     llm = lookahead.load()
-    prompt = llm.encode("Q: Why is the sky blue?\nA:")
+    wait_for_tables()
+    prompt = llm.encode("The history of the bicycle begins")
     steps = []
     for name in ("adaptive:rows=4:sources=logits", "adaptive:rows=4", "adaptive:rows=4:head=auto"):
         user = llm.generate(prompt, drafter=name, max_new_tokens=60, ignore_eos=True).stats
