@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
@@ -126,15 +127,25 @@ SLOW = (
 )
 
 
-#: Compile the float32 and bfloat16 passes, and the packed-weight passes with the drafters' code; 20 s each.
+#: Names the folder of the default model's base table in the environment of the workers.
+TABLES = "LOOKAHEAD_TEST_TABLES"
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config, specs):
-    """In a checkout whose kernels must be built, build them before the workers wait for it."""
+    """Before the workers start, build the kernels if they must be built, and count the default model's base table.
+
+    Counted while the workers keep all cores busy, in idle time, it would take minutes.
+    """
     source = str(Path(__file__).parents[1] / "src")
     environment = os.environ | {"PYTHONPATH": source}
     subprocess.run(
         [sys.executable, "-c", "from lookahead import machine_code as m; m.load()"], env=environment
     )
+    os.environ[TABLES] = tempfile.mkdtemp()
+    count = "import lookahead; from lookahead.drafters.adaptive import base_files; lookahead.load(); "
+    count += "base_files.wait_for_tables()"
+    subprocess.run([sys.executable, "-c", count], env=environment | {"XDG_CACHE_HOME": os.environ[TABLES]})
 
 
 #: Whether the reference for the Gemma 2 tests is wrong.
@@ -171,13 +182,19 @@ def pytest_collection_finish():
 
 def pytest_unconfigure():
     gc.unfreeze()  # some modules warn about objects never freed
+    if TABLES in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ[TABLES], ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache_folder(tmp_path_factory):
     """Keep the tests' step times out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        cache = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        counted = Path(os.environ.get(TABLES, os.devnull), "lookahead-decoding", "tables")
+        if counted.is_dir():
+            shutil.copytree(counted, cache / "lookahead-decoding" / "tables")
         yield
 
 
