@@ -102,12 +102,12 @@ USED_BY = {
     "src/lookahead/hf/past_key_values.py": (),
     "src/lookahead/hf/refusals.py": (),
     "src/lookahead/integrations/llm_plugin.py": (),
-    "src/lookahead/server/*": ("serve",),
+    "src/lookahead/server/*": ("serve", "text"),
     "src/lookahead/integrations/ray_serve.py": (),
-    "src/lookahead/learning/*": ("trained", "kinds"),
+    "src/lookahead/learning/*": ("trained", "kinds", "corpus.measure"),
     "src/lookahead/parallel/*": ("parallel",),
     "src/lookahead/hf/attention/*triton.py": (),
-    "src/lookahead/referee/*": (),
+    "src/lookahead/referee/*": ("text",),
     "src/lookahead/testing.py": (),
     "src/lookahead/cli/serve.py": ("serve", *_STARTS),
     **dict.fromkeys(
@@ -150,15 +150,9 @@ VLLM = Path("build/vllm-0.32.0")
 VLLM_READY = VLLM / ".ready"
 #: Pages that show no time: S, texts and scores depend neither on the processor nor on its load.
 UNTIMED = (
-    "kinds",
-    "kinds-learned",
-    "packed-accuracy",
-    "dynamics",
-    "pass-rate",
-    "sampling-quality",
-    "attention",
+    *("kinds", "kinds-learned", "corpus-1.5b", "corpus-0.5b", "corpus-135m", "packed-accuracy", "dynamics"),
+    *("pass-rate", "sampling-quality", "scaling-law", "attention", "text", "adaptive-credit"),
 )
-UNTIMED += ("scaling-law", "text", "corpus-1.5b", "corpus-0.5b", "corpus-135m", "adaptive-credit")
 #: Beginnings of the names of other libraries' methods.
 PEERS = ("llamacpp", "openvino", "hf")
 
