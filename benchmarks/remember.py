@@ -33,7 +33,7 @@ from lookahead import AdaptiveState
 from lookahead.bench.record import commit, describe_machine, machine
 from lookahead.core.verify import as_choose
 from lookahead.drafters import Adaptive, Plain
-from lookahead.drafters.adaptive.base_files import key_of, read_tables
+from lookahead.drafters.adaptive.base_files import key_of, read_table
 from lookahead.drafters.adaptive.calibration import ORDERS
 from lookahead.drafters.adaptive.settings import DEFAULT_SOURCES
 from lookahead.drafters.adaptive.sources.base_table import save_table
@@ -103,7 +103,11 @@ def main() -> None:
     given = parser.parse_args()
     llm = lookahead.load(given.model, threads=given.threads)
     origin = {"model": Path(llm.name).name, "machine": describe_machine(machine()), "commit": commit()}
-    base = read_tables(key_of(llm.model), llm.vocabulary)[0][0]
+    base = read_table(key_of(llm.model), llm.vocabulary)
+    if base is None:
+        raise SystemExit(
+            f"{llm.name} has no base table yet; decode once with it, and wait until one is counted"
+        )
     scenarios = tomllib.loads(QUESTIONS.read_text())
 
     def chats(name: str, session: str) -> list[list[int]]:
