@@ -217,18 +217,20 @@ def test_the_same_server_twice_and_with_others():
         with lock:
             now[0] += 1
             most[0] = max(most[0], now[0])
+        if len(stub.requests) > 4:  # those of the batch: none is answered until all six are there
+            six.wait(30)
         sleep(0.05)
         with lock:
             now[0] -= 1
         return 200, completion(WORDS)
 
-    lock, now, most = threading.Lock(), [0], [0]
+    lock, now, most, six = threading.Lock(), [0], [0], threading.Barrier(6)
     with stubbed(answer) as stub:
         code, out, _ = verify("--url", stub.url, "--repeat")
         assert (code, most[0], len(stub.requests)) == (0, 1, 2)
         assert "the same server twice" in out
         code, out, _ = verify("--url", stub.url, "--batch", 6)
-        assert (code, most[0]) == (0, 6)
+        assert (code, most[0], len(stub.requests)) == (0, 6, 10)
         assert "alone and among 6 at once" in out
 
 
