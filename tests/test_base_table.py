@@ -429,7 +429,7 @@ def test_a_damaged_table_is_not_used(saved, tmp_path, monkeypatch):
     file = base_files.table_file("a key")
     file.parent.mkdir(parents=True)
     file.write_bytes(saved.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="drafting continues without this base table"):
+    with pytest.warns(UserWarning, match="drafting continues without a base table"):
         assert base_files.base_table_of(None, "a key", V) is None
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from importlib.util import find_spec
 from itertools import islice
 
@@ -437,8 +438,18 @@ def test_a_damaged_corpus_is_one_line(content, tmp_path, monkeypatch, capsys) ->
     )
 
 
-def test_tokenizers_without_a_table_say_why() -> None:
+def test_tokenizers_without_a_table_say_why(monkeypatch) -> None:
+    """Once in a process; text is decoded without one."""
     tiny = lookahead.load("tiny").tokenizer
+    monkeypatch.setattr(base_files, "_building", {})
+    base_files.warn_once.cache_clear()
+    with warnings.catch_warnings(record=True, action="always") as told:
+        for _ in range(2):
+            assert base_files.base_table_of(tiny, tokenizer_key(tiny), len(tiny)) is None
+    assert [str(each.message) for each in told] == [
+        "a base table needs a vocabulary of at least 8000 tokens, this has 4096; "
+        "drafting continues without a base table"
+    ]
     assert "a vocabulary of at least 8000 tokens, this has 4096" in cannot_build(tiny)
     assert "the library tokenizers" in cannot_build(object())
     assert tokenizer_key(object()) == ""

@@ -55,7 +55,7 @@ def test_the_script_of_a_finding_shows_it(capsys, accept_a_wrong_node):
     assert "differ" in capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.filterwarnings("error:.*drafting continues without this base table")
+@pytest.mark.filterwarnings("error:.*drafting continues without a base table")
 def test_cases_use_the_files_of_learning(monkeypatch):
     """The head is called, and the table is accepted, in both kinds of case."""
     calls = []

@@ -115,7 +115,10 @@ def base_table_of(tokenizer: Any, key: str, vocabulary: int, decodes: bool = Tru
     if key and (table is None or not is_current(table)):
         if key not in _building:
             _building[key] = None
-            if not cannot_build(tokenizer):
+            missing = cannot_build(tokenizer)
+            if missing:
+                warn_once(missing)
+            else:
                 build_in_background(tokenizer, key)
         process = _building[key]
         if process is not None and decodes:
@@ -213,4 +216,4 @@ def checked_table(path: str | os.PathLike[str], vocabulary: int, key: str = "") 
 @lru_cache(maxsize=64)
 def warn_once(message: str) -> None:
     """Warn once per process instead of once per sequence."""
-    warnings.warn(f"{message}; drafting continues without this base table", UserWarning, stacklevel=2)
+    warnings.warn(f"{message}; drafting continues without a base table", UserWarning, stacklevel=2)
