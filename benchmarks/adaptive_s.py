@@ -1,13 +1,13 @@
 """S of the adaptive drafter alongside the paper's method and prompt lookup, and the gain from each draft source.
 
     python -m benchmarks.adaptive_s --data FOLDER --prompts 10     code and maths, greedy and at temperature 1
-    python -m benchmarks.adaptive_s --data FOLDER --quick          without the ablation
+    python -m benchmarks.adaptive_s --data FOLDER --method "adaptive cold" --dtype auto    the credit of each source
 
 S is counted in forward passes, so it does not depend on the machine: tokens after the first over forward passes
 after the prefill, bonus token included, over all prompts of a workload. Adaptive has a fixed number of rows here (no
 budget). Every output is compared with plain decoding; a difference ends the run. ``cold``: nothing is kept between
 prompts. ``warm``: prompts in order share a state; the paper's method keeps its pool. ``warm+corpus``: adaptive also
-proposes from earlier sequences. ``hf-prompt-lookup`` is transformers' own.
+proposes from earlier sequences. ``hf-prompt-lookup`` is transformers' own, for models that it runs.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from lookahead.core import Drafter, Stats
 from lookahead.drafters import Adaptive, Lookahead, NGramPool, Plain, PromptLookup
 from lookahead.drafters.adaptive.settings import DEFAULT_SOURCES
 from lookahead.drafters.adaptive.state import AdaptiveState
+from lookahead.hf.model import HFModel
 
 from .datasets import load_workload
 from .page import write_report
@@ -38,6 +39,8 @@ from .report import command_line, markdown_table
 
 WORKLOADS = {"code": "humaneval", "maths": "gsm8k"}
 PAPER = (15, 5, 15)
+#: transformers' own prompt lookup, among the methods of benchmarks.
+TRANSFORMERS = "hf-prompt-lookup"
 #: The methods whose credit by source is kept.
 CREDITED = ("adaptive cold", "adaptive warm", "adaptive warm+corpus")
 
@@ -90,7 +93,7 @@ class Runner:
         Its first pass evaluates the prompt and the first candidates together. Tokens of that pass beyond the first
         count as free, in its favour.
         """
-        (method,) = make_methods("hf-prompt-lookup", self.model)
+        (method,) = make_methods(TRANSFORMERS, self.model)
         steps = tokens = rows = 0
         for prompt in self.prompts:
             outcome = method.decode(self.model, prompt, self.options)
@@ -100,13 +103,11 @@ class Runner:
         return {"s": tokens / max(1, steps), "steps": steps, "tokens": tokens, "rows": rows / max(1, steps)}
 
 
-def methods(size: int, rows: int, quick: bool) -> dict[str, Callable[[], Callable[[], Drafter]]]:
+def methods(rows: int) -> dict[str, Callable[[], Callable[[], Drafter]]]:
     """Label -> function that returns a maker of drafters. The drafters of one maker share their state.
 
     Args:
-        size: V.
         rows: maximum rows of adaptive.
-        quick: without the ablation.
     """
 
     def paper(warm: bool) -> Callable[[], Drafter]:
@@ -127,8 +128,6 @@ def methods(size: int, rows: int, quick: bool) -> dict[str, Callable[[], Callabl
         "adaptive warm": lambda: adaptive(True),
         "adaptive warm+corpus": lambda: adaptive(True, sources=corpus),
     }
-    if quick:
-        return made
     for most in (8, 16, 32):
         made[f"adaptive cold, {most} rows"] = lambda most=most: adaptive(False, most)
     for name in DEFAULT_SOURCES:
@@ -153,13 +152,12 @@ def body(records: Sequence[dict[str, Any]], args: argparse.Namespace) -> list[st
     groups: dict[tuple[str, float], dict[str, dict[str, Any]]] = defaultdict(dict)
     for record in records:
         groups[record["workload"], record["temperature"]][record["method"]] = record
-    heads = ["method", "S", "rows per step", "against the paper's, cold", "against the paper's, warm"]
     for (workload, temperature), by_method in groups.items():
-        paper = [
-            by_method[f"lookahead {','.join(map(str, PAPER))} {state}"]["s"] for state in ("cold", "warm")
-        ]
+        labels = {state: f"lookahead {','.join(map(str, PAPER))} {state}" for state in ("cold", "warm")}
+        known = {state: by_method[label]["s"] for state, label in labels.items() if label in by_method}
+        heads = ["method", "S", "rows per step", *(f"against the paper's, {state}" for state in known)]
         rows = [
-            [name, f"{x['s']:.2f}", f"{x['rows']:.1f}", *(f"{x['s'] / s:.2f}" for s in paper)]
+            [name, f"{x['s']:.2f}", f"{x['rows']:.1f}", *(f"{x['s'] / s:.2f}" for s in known.values())]
             for name, x in by_method.items()
         ]
         what = "greedy" if not temperature else f"temperature {temperature:g}"
@@ -178,7 +176,7 @@ def main() -> None:
     add("--rows", type=int, default=64)
     add("--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 1.0])
     add("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS))
-    add("--quick", action="store_true", help="without the ablation")
+    add("--method", action="append", metavar="LABEL", help="can be repeated; default: all")
     add("--out", type=Path, default=Path("build/results/adaptive"), help="figures, without suffix")
     add(
         "--credit",
@@ -187,6 +185,10 @@ def main() -> None:
         help="accepted tokens by source",
     )
     args = parser.parse_args()
+    made = methods(args.rows)
+    unknown = [label for label in args.method or () if label not in made]
+    if unknown:
+        parser.error(f"--method must be one of {'; '.join(made)}, got {'; '.join(unknown)}")
 
     # Measure every method on each workload and temperature.
     llm = lookahead.load(args.model, dtype=args.dtype)
@@ -198,13 +200,13 @@ def main() -> None:
             prompts = [prompt.tokens(llm.tokenizer) for prompt in source]
             runner = Runner(model, prompts, RunOptions(args.new_tokens, temperature))
             print(f"\n{workload}, {len(prompts)} prompts, temperature {temperature:g}")
-            made: dict[str, Callable[[], dict[str, Any]]] = {
-                label: partial(runner.measure, make)
-                for label, make in methods(llm.vocabulary, args.rows, args.quick).items()
+            measures: dict[str, Callable[[], dict[str, Any]]] = {
+                label: partial(runner.measure, make) for label, make in made.items()
             }
-            if not temperature:
-                made["hf-prompt-lookup"] = runner.prompt_lookup_of_transformers
-            for label, measure in made.items():
+            if not temperature and isinstance(llm.model, HFModel):
+                measures[TRANSFORMERS] = runner.prompt_lookup_of_transformers
+            for label in args.method or measures:
+                measure = measures[label]
                 record = {"workload": workload, "temperature": temperature, "method": label, **measure()}
                 records.append(record)
                 print(f"  {label:32} S {record['s']:.3f}  rows {record['rows']:5.1f}", flush=True)

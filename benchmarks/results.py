@@ -424,8 +424,8 @@ def steps(given: Sources) -> list[Step]:
     plan("dynamics", 1.7 * prompts, "dynamics", *data, "--limit", prompts)
     plan("pass-rate", 3, "pass_rate", *data)
     plan("adaptive-run", 5, "adaptive_run", *data)
-    words = ["--prompts", 10, "--temperatures", 0, "--quick", "--dtype", "auto"]
-    plan("adaptive-credit", 8, "adaptive_s", *data, *words)
+    words = ["--prompts", 10, "--temperatures", 0, "--method", "adaptive cold", "--dtype", "auto"]
+    plan("adaptive-credit", 3, "adaptive_s", *data, *words)
     plan("batch-size", max(1.5, 0.4 * given.half), "batch_size", *data, "--limit", given.half)
     plan("exact", 6.2, "exact_text", "--cost-tokens", 16)
     if model is not None:
