@@ -29,6 +29,7 @@ from lookahead.cli.console import LongProgress
 from lookahead.cli.demo import ROUNDS
 from lookahead.core.target import BIT_EQUAL
 from lookahead.drafters import METHODS
+from lookahead.drafters.adaptive import base_files
 from lookahead.option import option
 from lookahead.options import DraftOptions, LoadOptions, Options
 from processes import Command
@@ -273,6 +274,16 @@ def test_demo_streams_texts_and_prints_a_table(model, llm, tmp_path, monkeypatch
     (tmp_path / ".hidden").write_text("")
     (tmp_path / "2-two.md").write_text("\n")
     refused("must not be empty, but 2-two.md is", "demo", model, "--prompts", tmp_path)
+
+
+def test_demo_does_not_wait_for_a_count_that_other_programs_delay(model, tmp_path, monkeypatch):
+    (tmp_path / "p.txt").write_text(PROMPT)
+    waited = []
+    monkeypatch.setattr(base_files, "is_building", lambda: True)
+    monkeypatch.setattr(base_files, "wait_for_tables", waited.append)
+    code, _, err = call("demo", model, "--prompts", tmp_path, "--max-new-tokens", 4, "--dtype", "float32")
+    assert (code, waited) == (0, [60.0])
+    assert err.index("counting what follows") < err.index("other programs use the processor")
 
 
 def test_demo_says_where_a_text_differs(model, tmp_path, accept_a_wrong_node, monkeypatch):
