@@ -282,7 +282,7 @@ def test_demo_does_not_wait_for_a_count_that_other_programs_delay(model, tmp_pat
     monkeypatch.setattr(base_files, "is_building", lambda: True)
     monkeypatch.setattr(base_files, "wait_for_tables", waited.append)
     code, _, err = call("demo", model, "--prompts", tmp_path, "--max-new-tokens", 4, "--dtype", "float32")
-    assert (code, waited) == (0, [60.0])
+    assert (code, waited) == (0, [30.0])
     assert err.index("counting what follows") < err.index("other programs use the processor")
 
 

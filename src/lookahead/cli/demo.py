@@ -35,8 +35,6 @@ PROMPTS = Path(__file__).parent / "demo_prompts"
 #: a second mostly measures other load: plain decoding of one prompt ran at 233 and 376 tokens/s in two demos.
 ROUNDS = 3
 SHORT = 3.0
-#: Seconds to wait for the base table. Its count has a low priority, so beside other work it can take ten minutes.
-LONGEST_WAIT = 60.0
 
 
 @with_options(only=("path_or_id", "dtype", "device", "threads"))
@@ -67,6 +65,7 @@ def demo(
     start = perf_counter()
     llm = load_model(load)
     from ..drafters.adaptive import base_files  # imports numpy
+    from ..drafters.prepare import LONGEST_WAIT
 
     if base_files.is_building():
         note("counting what follows what in text of models, once for this tokenizer: ten to twenty seconds")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: Minimum row budget of a pass, regardless of cost.
 LEAST_ROWS = 64
-#: Seconds to wait for a base table that is being counted, before the cost of steps is measured for a server.
+#: Seconds to wait for the count of a base table before something is timed; beside other work, it can take minutes.
 LONGEST_WAIT = 30.0
 
 
