@@ -675,7 +675,6 @@ def clients() -> Values:
             for name, each in series.items()
         ),
         "one": f"{gain[1]:.2f}",
-        "last": max(k for k in counts if gain[k] > 1),
         "most": most,
         "many": f"{gain[most]:.2f}",
         "table": table(["clients", *names.values(), "the default, times plain"], rows),
@@ -968,7 +967,7 @@ def readme_blocks(chinese: bool = False) -> dict[str, str]:
     cold, counted, learned = (
         [f"{x.total:.2f}" for sets in KINDS.values() if (x := own.in_state(state, sets))] for state in STATES
     )
-    no_more = all(after <= before for before, after in zip(counted, learned, strict=False))
+    no_more = all(float(after) <= float(before) for before, after in zip(counted, learned, strict=False))
     if chinese:
         told = own.model + ("" if own.default == DEFAULT else "，没有基础表")
         machine = machine.replace(" cores", " 核")
