@@ -359,9 +359,9 @@ def s_by_rows() -> Values:
         for method in dict.fromkeys(x["method"] for x in lines)
     }
 
-    def of(kind: str, key: str) -> str:
+    def of(kind: str) -> str:
         rows = [
-            [name, *(f"{found[kind, x, k][key]:.2f}" if (kind, x, k) in found else "–" for k in counts)]
+            [name, *(f"{found[kind, x, k]['s']:.2f}" if (kind, x, k) in found else "–" for k in counts)]
             for x, name in names.items()
         ]
         return table([kind, *(f"{k} rows" for k in counts)], rows)
@@ -380,9 +380,8 @@ def s_by_rows() -> Values:
         ),
         **{f"{kind}_{'few' if k == 4 else 'many'}": f"{value:.2f}" for (kind, k), value in s.items()},
         "most": f"{max(s[kind, 64] / s[kind, 4] for kind in KINDS):.1f}",
-        "prose": of("prose", "s"),
-        "code": of("code", "s"),
-        "speed": of("prose", "speed"),
+        "prose": of("prose"),
+        "code": of("code"),
         "kinds": kinds_section(),
     }
 

@@ -20,10 +20,12 @@ from typer.testing import CliRunner
 
 import lookahead
 from gguf_files import write_gguf
+from learned import save_table
 from lookahead import Adaptive, Lookahead, Plain
 from lookahead.cli import app
 from lookahead.core import OutOfMemory, Request, SettingsError, TokenTree
 from lookahead.core.verify import ChooseBy, greedy
+from lookahead.drafters.adaptive.base_files import key_of, table_file
 from lookahead.equivalence import distance
 from lookahead.llamacpp import library
 from lookahead.llamacpp.check import check
@@ -245,6 +247,20 @@ def test_a_wrong_row_changes_a_text(loaded, monkeypatch):
     ours = llm.generate(PROMPT, max_new_tokens=80, ignore_eos=True, drafter=drafter)
     assert wrong
     assert ours.tokens != plain.tokens
+
+
+def test_the_table_of_a_tokenizer_serves_both_engines(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    llm = lookahead.load(files(), engine="llama.cpp", threads=1, **WHOLE)
+    plain = llm.generate(PROMPT, max_new_tokens=60, ignore_eos=True, drafter=Plain())
+    without = llm.generate(PROMPT, max_new_tokens=60, ignore_eos=True, drafter=Adaptive(rows=4))
+    key = key_of(llm.model)
+    save_table(table_file(key), llm.vocabulary, [PROMPT + plain.tokens])
+    drafted = llm.generate(PROMPT, max_new_tokens=60, ignore_eos=True, drafter=Adaptive(rows=4))
+    assert drafted.tokens == without.tokens == plain.tokens
+    assert without.stats.drafter["accepted_by_base"] == 0
+    assert drafted.stats.drafter["accepted_by_base"] > 10
+    assert key_of(lookahead.load(files(), threads=1).model) == key
 
 
 def test_a_seed_draws_the_same_text(loaded):
