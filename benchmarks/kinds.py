@@ -1,20 +1,16 @@
 """S of the adaptive drafter by the rows of a step, for each kind of text of SPEED-Bench, in forward passes only.
 
     python -m benchmarks.kinds [--model FILE.gguf ...]      continues where it was interrupted
-    python -m benchmarks.kinds --model FILE.gguf --learned TABLE --out docs/results/kinds-learned
 
 ``kinds.toml`` has the prompts. Each step has a fixed number of rows, so S depends neither on the machine nor on its
 load. A state is what the drafter starts with: nothing (``cold``), or a table counted in the package's corpus
-(``corpus``). With ``--learned``, once for each model, only the tables that ``lookahead learn`` made are measured
-(``learned``). Every text is compared with plain decoding; a difference ends the run. Lines of ``--records`` of this
+(``corpus``). Every text is compared with plain decoding; a difference ends the run. Lines of ``--records`` of this
 commit and these settings are not measured again.
-Models of 135M, 0.5B and 1.5B take about half an hour of one core of an EPYC with AVX512-VNNI, the largest most of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 import tempfile
 import tomllib
@@ -35,12 +31,10 @@ from .page import write_report
 from .report import markdown_table
 
 PROMPTS = tomllib.loads((Path(__file__).parent / "kinds.toml").read_text(encoding="utf-8"))
-ROWS, SAMPLED_ROWS = (2, 3, 4, 6, 8, 16, 32, 64), (4, 8)
-TEMPERATURES = (0.0, 0.7, 1.0)
+ROWS, SAMPLED_ROWS = (2, 4, 8, 16), (4,)
+TEMPERATURES = (0.0, 0.7)
 #: Fields that identify a line.
 KEYS = ("model", "state", "temperature", "rows", "kind")
-#: The digest of a learned table, which differs from run to run; lines of other tables have none.
-TABLE = "table"
 #: What the lines of one page have in common.
 COMMON = ("commit", "new_tokens")
 
@@ -48,33 +42,21 @@ COMMON = ("commit", "new_tokens")
 class Runner:
     """One model with its tables; plain texts are decoded once."""
 
-    def __init__(
-        self, path: str | None, threads: int | None, new_tokens: int, folder: Path, learned: Path | None
-    ) -> None:
+    def __init__(self, path: str | None, threads: int | None, new_tokens: int, folder: Path) -> None:
         self.llm = lookahead.load(path, threads=threads)
         self.new_tokens = new_tokens
         self._plain = dict[tuple[str, float], list[int]]()
-        self.tables: dict[str, Path | None] = (
-            {"learned": learned} if learned is not None else self._without_learning(folder)
-        )
-
-    def _without_learning(self, folder: Path) -> dict[str, Path | None]:
-        """The tables of a model that has not learned, by state; None for none."""
         key = key_of(self.llm.model)
         counted = folder / f"{key}.safetensors"
         if not counted.exists():
             corpus.save(corpus.split(self.llm.tokenizer.backend_tokenizer, corpus.texts()), counted, key)
-        return {"cold": None, "corpus": counted}
+        self.tables: dict[str, Path | None] = {"cold": None, "corpus": counted}
 
     @property
     def origin(self) -> dict[str, Any]:
         """Where a line is from."""
         name = Path(self.llm.name).name  # records must not reveal this machine's folders
-        about = {**environment(), "model": name, "dtype": self.llm.dtype, "new_tokens": self.new_tokens}
-        learned = self.tables.get("learned")
-        if learned is not None:
-            about[TABLE] = hashlib.sha256(learned.read_bytes()).hexdigest()[:12]
-        return about
+        return {**environment(), "model": name, "dtype": self.llm.dtype, "new_tokens": self.new_tokens}
 
     def measure(self, state: str, temperature: float, rows: int, prompts: Sequence[str]) -> dict[str, int]:
         """Steps and their tokens over prompts."""
@@ -112,13 +94,13 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     records = read_records(given.records, "steps", "benchmarks.kinds")
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, RecordWriter(given.records, append=True) as writer:
-        for path, learned in zip(given.model, given.learned or [None] * len(given.model), strict=True):
-            runner = Runner(path, given.threads, given.new_tokens, Path(folder), learned)
+        for path in given.model:
+            runner = Runner(path, given.threads, given.new_tokens, Path(folder))
             origin = runner.origin
             known = {
                 tuple(line[key] for key in KEYS): line
                 for line in records
-                if all(line[name] == origin[name] for name in COMMON) and line.get(TABLE) == origin.get(TABLE)
+                if all(line[name] == origin[name] for name in COMMON)
             }
             for state, temperature, rows in combinations(list(runner.tables)):
                 for kind, prompts in PROMPTS.items():
@@ -164,17 +146,12 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--model", action="append", metavar="GGUF", help="can be repeated; default: the default model")
-    add("--learned", action="append", type=Path, metavar="TABLE", help="one for each --model")
     add("--new-tokens", type=int, default=48)
     add("--threads", type=int)
     add("--records", type=Path, default=Path("build/results/kinds.jsonl"))
     add("--out", type=Path, default=Path("docs/results/kinds"), help="figures, without suffix")
     given = parser.parse_args()
     given.model = given.model or [None]
-    if given.learned and len(given.learned) != len(given.model):
-        parser.error(
-            f"--learned must be given once for each --model, or not at all; got {len(given.learned)}"
-        )
     given.records.parent.mkdir(parents=True, exist_ok=True)
     lines = measure(given)
     names = ", ".join(dict.fromkeys(line["model"] for line in lines))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import unescape
-from itertools import chain
 from math import ceil
 from pathlib import Path
 from statistics import fmean, median
@@ -44,7 +43,7 @@ from .measured import (
 from .paper import ablation, committed, end_to_end, scaling_law
 from .report import markdown_table
 from .text import largest_gap, runs, versions
-from .trained import ABOUT, DRAFT_MODEL
+from .trained import ABOUT
 
 ROOT = DOCS.parent
 QUESTIONS = Path(__file__).parent / "questions"
@@ -315,8 +314,9 @@ def same_text() -> Values:
     }
 
 
-#: The measurement of the referee on several engines (``benchmarks.text``).
-REFEREE = "text"
+#: Measurements that need programs or weights that not everybody has: the referee on several engines, and trained
+#: drafters. Their sections are left out before they were made.
+REFEREE, TRAINED = "text", "trained"
 
 
 def engines_section() -> str:
@@ -349,7 +349,79 @@ def engines_origin() -> str:
 
 
 def s_by_rows() -> Values:
-    lines = figures_of("trained")
+    # S of the default on the models people run, by rows and by kind of text.
+    models: dict[str, list[dict[str, Any]]] = {}
+    for line in figures_of("kinds"):
+        models.setdefault(size_of(line["model"]), []).append(line)
+
+    def s(size: str, state: str, temperature: float = 0.0, **wanted: Any) -> float:
+        wanted |= {"state": state, "temperature": temperature}
+        return kinds.s_of([x for x in models[size] if wanted.items() <= x.items()])
+
+    def cells(**wanted: Any) -> list[str]:
+        """S of each model, without and with a table."""
+        return [
+            " / ".join(f"{s(size, state, **wanted):.2f}" for state in ("cold", "corpus")) for size in models
+        ]
+
+    series = {
+        f"{size}, {name}": {k: s(size, state, rows=k) for k in kinds.ROWS}
+        for size in models
+        for state, name in (("corpus", "the default"), ("cold", "no table"))
+    }
+    # The default model's type is the one without a size.
+    costs = {x["type"]: x["t"] for x in figures_of("packed-step")}
+    costs = {size: costs.get(size, costs["own"]) for size in models}
+    every = [
+        [
+            str(k),
+            *cells(rows=k),
+            *(f"{t[str(k)]['ours'] / t['1']['ours']:.2f}" if str(k) in t else "–" for t in costs.values()),
+        ]
+        for k in kinds.ROWS
+    ]
+    heads = [f"{size}: no table / default" for size in models]
+    by_kind = [[kind, *cells(rows=4, kind=kind)] for kind in kinds.PROMPTS]
+    sampled = [[f"T = {t:g}", *cells(rows=4, temperature=t)] for t in kinds.TEMPERATURES]
+    # What four rows cost where speeds were measured.
+    fixed = {size: own.of(FIXED) for size, own in shown_models().items() if FIXED in own.methods}
+    four = ", ".join(f"{x.s_steps / x.total:.2f} ({size})" for size, x in fixed.items())
+    largest = next(iter(models))
+    at_four = {kind: s(largest, "corpus", rows=4, kind=kind) for kind in kinds.PROMPTS}
+    low, high = min(at_four, key=at_four.__getitem__), max(at_four, key=at_four.__getitem__)
+    line = models[largest][0]
+    return {
+        "svg": chart.lines(
+            "S by the rows of a step, all kinds of text",
+            "rows of a step",
+            "S, tokens per step",
+            series,
+            where("kinds"),
+        ),
+        "alt": "; ".join(f"{name} {y[2]:.2f} to {y[kinds.ROWS[-1]]:.2f}" for name, y in series.items()),
+        "largest": largest,
+        "few": f"{s(largest, 'corpus', rows=2):.2f}",
+        "most": str(kinds.ROWS[-1]),
+        "many": f"{s(largest, 'corpus', rows=kinds.ROWS[-1]):.2f}",
+        "low": f"{at_four[low]:.2f} ({low})",
+        "high": f"{at_four[high]:.2f} ({high})",
+        "all": table(["rows", *heads, *(f"c(k), {size}" for size in costs)], every),
+        "four": f" On the machine of [the speeds](speed.md), four rows cost {four}, drafting included."
+        if four
+        else "",
+        "by_kind": table(["4 rows", *heads], by_kind),
+        "sampled": table(["4 rows, all kinds", *heads], sampled),
+        "prompts": line["prompts"],
+        "tokens": facts_of("kinds")["new_tokens"],
+        "trained": trained_section(),
+    }
+
+
+def trained_section() -> str:
+    """S of trained drafters at equal rows; nothing before they were measured."""
+    if not (RESULTS / f"{TRAINED}.json").is_file():
+        return ""
+    lines = figures_of(TRAINED)
     counts = sorted({x["rows"] for x in lines})
     found = {(x["workload"], x["method"], x["rows"]): x for x in lines}
     names = {
@@ -358,132 +430,18 @@ def s_by_rows() -> Values:
         .replace("adaptive, ", "")
         for method in dict.fromkeys(x["method"] for x in lines)
     }
-
-    def of(kind: str) -> str:
-        rows = [
-            [name, *(f"{found[kind, x, k]['s']:.2f}" if (kind, x, k) in found else "–" for k in counts)]
-            for x, name in names.items()
-        ]
-        return table([kind, *(f"{k} rows" for k in counts)], rows)
-
-    series = {
-        name: {k: found["prose", x, k]["s"] for k in counts} for x, name in names.items() if x != DRAFT_MODEL
-    }
-    best = dict(sorted(series.items(), key=lambda item: -max(item[1].values()))[:6])
-    s = {(kind, k): found[kind, DEFAULT, k]["s"] for kind in KINDS for k in (4, 64)}
-    return {
-        "svg": chart.lines(
-            "S by the rows of a step, prose", "rows of a step", "S, tokens per step", best, where("trained")
-        ),
-        "alt": "; ".join(
-            f"{name} {min(y.values()):.2f} to {max(y.values()):.2f}" for name, y in best.items()
-        ),
-        **{f"{kind}_{'few' if k == 4 else 'many'}": f"{value:.2f}" for (kind, k), value in s.items()},
-        "most": f"{max(s[kind, 64] / s[kind, 4] for kind in KINDS):.1f}",
-        "prose": of("prose"),
-        "code": of("code"),
-        "kinds": kinds_section(),
-    }
-
-
-#: The measurements of S by kind of text (``benchmarks.kinds``), beside which c(k) stands.
-BY_KIND, BY_KIND_LEARNED = "kinds", "kinds-learned"
-
-
-def kinds_lines() -> dict[str, list[dict[str, Any]]]:
-    """Size of a model -> its lines; nothing before they were measured."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    there = [name for name in (BY_KIND, BY_KIND_LEARNED) if (RESULTS / f"{name}.json").is_file()]
-    if BY_KIND in there:
-        for line in chain.from_iterable(map(figures_of, there)):
-            found.setdefault(size_of(line["model"]), []).append(line)
-    return found
-
-
-def kinds_chart() -> tuple[str, str]:
-    """(the chart, what it shows): S by rows on all kinds of text, without a table and with the corpus's."""
-    series: dict[str, dict[int, float]] = {}
-    for size, lines in kinds_lines().items():
-        for state in ("cold", "corpus"):
-            own = [x for x in lines if x["state"] == state and not x["temperature"]]
-            counts = sorted({x["rows"] for x in own})
-            series[f"{size}, {state}"] = {k: kinds.s_of([x for x in own if x["rows"] == k]) for k in counts}
-    title, foot = "S by the rows of a step, all kinds of text", where(BY_KIND)
-    told = (f"{name} {min(y.values()):.2f} to {max(y.values()):.2f}" for name, y in series.items())
-    return chart.lines(title, "rows of a step", "S, tokens per step", series, foot), "; ".join(told)
-
-
-def kinds_section() -> str:
-    """S by rows and kind of text, beside what rows cost."""
-    models = kinds_lines()
-    if not models:
-        return ""
-    states = {size: list(dict.fromkeys(x["state"] for x in lines)) for size, lines in models.items()}
-
-    def cell(size: str, **wanted: Any) -> str:
-        """S of a model in each of its states."""
-        own = [x for x in models[size] if wanted.items() <= x.items()]
-        return " / ".join(kinds.shown([x for x in own if x["state"] == state]) for state in states[size])
-
-    # All kinds, beside the costs; then by kind, in two parts that fit the page; then sampled.
-    costs = {x["type"]: x["t"] for x in figures_of("packed-step")}
-    costs = {
-        size: costs.get(size, costs["own"]) for size in models
-    }  # the default model is the one without a size
-    heads = [f"{size}: {' / '.join(names)}" for size, names in states.items()]
-    every = [
-        [
-            str(k),
-            *(cell(size, rows=k, temperature=0.0) for size in models),
-            *(f"{t[str(k)]['ours'] / t['1']['ours']:.2f}" if str(k) in t else "–" for t in costs.values()),
-        ]
-        for k in kinds.ROWS
-    ]
-    half = len(kinds.ROWS) // 2
-    by_kind = [
-        table(
-            [head, *(f"{k} rows" for k in part)],
+    values = {
+        kind: table(
+            [kind, *(f"{k} rows" for k in counts)],
             [
-                [kind, *(cell(size, rows=k, temperature=0.0, kind=kind) for k in part)]
-                for kind in kinds.PROMPTS
+                [name, *(f"{found[kind, x, k]['s']:.2f}" if (kind, x, k) in found else "–" for k in counts)]
+                for x, name in names.items()
             ],
         )
-        for size, head in zip(models, heads, strict=True)
-        for part in (kinds.ROWS[:half], kinds.ROWS[half:])
-    ]
-    sampled = [
-        [f"{k} rows, T = {t:g}", *(cell(size, rows=k, temperature=t) for size in models)]
-        for k in kinds.SAMPLED_ROWS
-        for t in kinds.TEMPERATURES
-    ]
-    # What the sentences say: of the largest model's default, and what four rows cost where speeds were measured.
-    largest, lines = next(iter(models.items()))
-    lines = [x for x in lines if x["state"] == "corpus" and not x["temperature"]]
-    at_four = sorted((x for x in lines if x["rows"] == 4), key=lambda x: kinds.s_of([x]))
-    low, high = at_four[0], at_four[-1]
-    fixed = {size: own.of(FIXED) for size, own in shown_models().items() if FIXED in own.methods}
-    four = ", ".join(f"{x.s_steps / x.total:.2f} ({size})" for size, x in fixed.items())
-    values = {
-        "alt": kinds_chart()[1],
-        "largest": largest,
-        "low": f"{kinds.shown([low])} ({low['kind']})",
-        "high": f"{kinds.shown([high])} ({high['kind']})",
-        "many": kinds.shown([x for x in lines if x["rows"] == kinds.ROWS[-1]]),
-        "all": table(["rows", *heads, *(f"c(k), {size}" for size in costs)], every),
-        "four": f" On the machine of [the speeds](speed.md), four rows cost {four}, drafting included."
-        if four
-        else "",
-        "by_kind": "\n\n".join(by_kind),
-        "sampled": table(["", *heads], sampled),
-        "learned": "; and with the one that `lookahead learn` made in ten minutes (*learned*)"
-        if any("learned" in names for names in states.values())
-        else "",
-        "prompts": low["prompts"],
-        "steps": round(fmean(x["steps"] for x in at_four)),
-        "tokens": facts_of(BY_KIND)["new_tokens"],
+        for kind in KINDS
     }
-    words = (QUESTIONS / "kinds.txt").read_text(encoding="utf-8").strip()
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: str(values[match[1]]), words)
+    words = (QUESTIONS / "trained.txt").read_text(encoding="utf-8").strip()
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], words)
 
 
 def paper() -> Values:
@@ -499,7 +457,6 @@ def paper() -> Values:
                 prompt,
                 s,
                 f"{theirs:.2f}",
-                f"{x['total']:.2f}",
             ]
         )
         label = f"{name}{' + prompt' if prompt == 'yes' and name[0] == '(' else ''}"
@@ -524,9 +481,9 @@ def paper() -> Values:
     for name in dict.fromkeys(workload for workload, _ in each):
         limits = end_to_end.FIGURE_5.get(name)
         both = [each[name, method] for method in (PAPERS, DEFAULT)]
-        cells = [f"S {x['s_steps']:.2f}, {x['total']:.2f} ×" for x in both]
+        cells = [f"{x['s_steps']:.2f}" for x in both]
         theirs_5 = "{:.2f}–{:.2f} ×".format(*limits) if limits else "–"
-        figure_5.append([name.replace("_", " "), theirs_5, *cells])
+        figure_5.append([name.replace("_", " "), *cells, theirs_5])
 
     # Table 2, figures 6 and 7, the pool, appendix E.
     table_2 = [
@@ -540,7 +497,7 @@ def paper() -> Values:
         for x in figures_of("sampling-quality")["texts"]
     ]
     figure_6 = [
-        [x["workload"], str(x["ranks"]), f"{x['s']:.2f}", f"{x['fixed_widest']:.1f}", f"{x['fixed']:.2f}"]
+        [x["workload"], str(x["ranks"]), f"{x['s']:.2f}", f"{x['widest']:.1f}", f"{x['fixed_widest']:.1f}"]
         for x in figures_of("parallel")
     ]
     pool = [
@@ -563,20 +520,20 @@ def paper() -> Values:
         "alt": told(bars),
         "last": f"{ours[PAPERS]['s_steps']:.2f}",
         "last_theirs": f"{ablation.TABLE_3[-1][3]:.2f}",
-        "table_3": table(["row", "(N, W, G)", "prompt", "S", "paper", "times plain"], rows, texts=3),
+        "table_3": table(["row", "(N, W, G)", "prompt", "S", "paper"], rows, texts=3),
         "equal": "{} of {}".format(*equal_of),
         "law": table(["S", *(f"W = G = {w}" for w in windows)], law),
         "alpha": f"{fitted.alpha:.3f}",
         "f": f"{fitted.f:.2f}",
         "r2": f"{fitted.r2:.2f}",
-        "figure_5": table(["", "the paper", "ours, (15, 5, 15)", "the default"], figure_5),
+        "figure_5": table(["S", "(15, 5, 15)", "the default, 64 rows", "the paper's speed-up"], figure_5),
         "table_2": table(
             ["T", "method", "ROUGE-1, -2, -L", "S", "equal, same seed"],
             table_2,
             texts=2,
         ),
         "figure_6": table(
-            ["", "ranks", "S, window grown", "rows of the widest rank", "times plain, modelled"], figure_6
+            ["", "ranks", "S, window grown", "its widest rank", "widest rank, (15, 5, 15)"], figure_6
         ),
         "pool": table(
             ["", "steps with candidates", "right tokens of the best", "n-grams after 128 tokens"], pool
@@ -896,7 +853,7 @@ PAGES: dict[str, tuple[Callable[[], Values], tuple[str, ...]]] = {
     "speed": (speed, ("bench-packed", "bench-bf16")),
     "row-cost": (row_cost, ("packed-step", "rows")),
     "same-text": (same_text, ("exact", "pass-rate")),
-    "s-by-rows": (s_by_rows, ("trained",)),
+    "s-by-rows": (s_by_rows, ("kinds",)),
     "paper": (
         paper,
         ("ablation", "scaling-law", "end-to-end", "sampling-quality", "parallel", "dynamics", "attention"),
@@ -917,9 +874,9 @@ def shown_on(name: str) -> list[str]:
     more = [own.name for own in shown_models().values()] if name == "speed" else []
     if name == "sources":
         more = corpus_pages()
-    for page, measurements in (("same-text", (REFEREE,)), ("s-by-rows", (BY_KIND, BY_KIND_LEARNED))):
-        if name == page:
-            more = [each for each in measurements if (RESULTS / f"{each}.json").is_file()]
+    for page, measurement in (("same-text", REFEREE), ("s-by-rows", TRAINED)):
+        if name == page and (RESULTS / f"{measurement}.json").is_file():
+            more = [measurement]
     return list(dict.fromkeys([*more, *PAGES[name][1]]))
 
 
@@ -1036,8 +993,6 @@ def files() -> dict[Path, str]:
     if corpus_lines():
         made_here[RESULTS / "corpus.svg"] = corpus_chart()
         made_here[RESULTS / "corpus.zh.svg"] = in_chinese(made_here[RESULTS / "corpus.svg"])
-    if kinds_lines():
-        made_here[RESULTS / "kinds.svg"], _ = kinds_chart()
     for name in ("README.md", "README.zh.md", "docs/index.md", "docs/zh/index.md"):
         made_here[ROOT / name] = with_blocks((ROOT / name).read_text(encoding="utf-8"), name)
     for name, picture in (

@@ -150,8 +150,9 @@ VLLM = Path("build/vllm-0.32.0")
 VLLM_READY = VLLM / ".ready"
 #: Pages that show no time: S, texts and scores depend neither on the processor nor on its load.
 UNTIMED = (
-    *("kinds", "kinds-learned", "corpus-1.5b", "corpus-0.5b", "corpus-135m", "packed-accuracy", "dynamics"),
-    *("pass-rate", "sampling-quality", "scaling-law", "attention", "text", "adaptive-credit"),
+    *("kinds", "corpus-1.5b", "corpus-0.5b", "corpus-135m", "packed-accuracy", "dynamics", "pass-rate"),
+    *("ablation", "sampling-quality", "attention", "end-to-end", "scaling-law", "parallel"),
+    *("text", "adaptive-credit"),
 )
 #: Beginnings of the names of other libraries' methods.
 PEERS = ("llamacpp", "openvino", "hf")
@@ -386,19 +387,8 @@ def steps(given: Sources) -> list[Step]:
     plan("rows", 1.75 * given.half, "rows", *data, "--prompts", given.half)
     if files:  # records must not reveal this machine's folders
         words = [part for file in files for part in ("--model", _linked(file))]
-        minutes = sum(0.008 * measured.millions(measured.size_of(file)) + 1 for file in files)
+        minutes = sum(0.004 * measured.millions(measured.size_of(file)) + 0.5 for file in files)
         plan("kinds", minutes, "kinds", *words)
-        learned = {file: table for file in files if (ROOT / (table := _learned(file))).is_file()}
-        words = [
-            part for file, table in learned.items() for part in ("--model", _linked(file), "--learned", table)
-        ]
-        if words:
-            minutes = sum(0.004 * measured.millions(measured.size_of(file)) + 0.5 for file in learned)
-            plan("kinds-learned", minutes, "kinds", *words, "--out", "docs/results/kinds-learned")
-        else:
-            _left_out(
-                "kinds-learned", why="`lookahead learn` must have made a table of a model, as for its speed"
-            )
     for file in files:
         size = measured.size_of(file)
         prompts = 8 if measured.millions(size) > 1000 else 12
@@ -423,7 +413,7 @@ def steps(given: Sources) -> list[Step]:
     prompts = max(2, 3 * limit // 8)
     plan("dynamics", 1.7 * prompts, "dynamics", *data, "--limit", prompts)
     plan("pass-rate", 3, "pass_rate", *data)
-    plan("adaptive-run", 5, "adaptive_run", *data)
+    plan("adaptive-run", 0.4 * prompts, "adaptive_run", *data, "--prompts", prompts)
     words = ["--prompts", 10, "--temperatures", 0, "--method", "adaptive cold", "--dtype", "auto"]
     plan("adaptive-credit", 3, "adaptive_s", *data, *words)
     plan("batch-size", max(1.5, 0.4 * given.half), "batch_size", *data, "--limit", given.half)

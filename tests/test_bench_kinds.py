@@ -56,9 +56,9 @@ def test_lines_of_this_commit_are_not_measured_again(tmp_path, monkeypatch):
     origin = {"model": "A-1B.gguf", "commit": "c", "new_tokens": 64}
     made = SimpleNamespace(origin=origin, tables={"cold": None}, measure=measure)
     monkeypatch.setattr(kinds, "Runner", lambda *given: made)
-    given = Namespace(model=[None], learned=None, threads=None, new_tokens=64, records=tmp_path / "r")
+    given = Namespace(model=[None], threads=None, new_tokens=64, records=tmp_path / "r")
     lines = kinds.measure(given)
-    combinations = len(kinds.ROWS) + 2 * len(kinds.SAMPLED_ROWS)
+    combinations = len(kinds.ROWS) + len(kinds.SAMPLED_ROWS)
     assert len(lines) == len(asked) == combinations * len(CATEGORIES)
     assert {(rows, count) for _, _, rows, count in asked} == {(n, 2) for n in kinds.ROWS}
     assert "| A-1B.gguf | cold | 0 | 3.00 |" in kinds.body(lines)[0]
@@ -67,29 +67,3 @@ def test_lines_of_this_commit_are_not_measured_again(tmp_path, monkeypatch):
     assert not asked
     made.origin = origin | {"commit": "d"}
     assert len(kinds.measure(given)) == len(asked) == len(lines)
-
-
-def test_only_the_learned_table_is_measured_if_one_is_given(monkeypatch, tmp_path):
-    monkeypatch.setattr(lookahead, "load", lambda *given, **more: None)
-    runner = kinds.Runner("a model", 1, 24, tmp_path, tmp_path / "learned.safetensors")
-    assert runner.tables == {"learned": tmp_path / "learned.safetensors"}
-
-
-def test_lines_of_another_learned_table_are_measured_again(tmp_path, monkeypatch):
-    asked = []
-
-    def measure(*key):
-        asked.append(key)
-        return {"prompts": 2, "new": 3, "steps": 1}
-
-    origin = {"model": "A-1B.gguf", "commit": "c", "new_tokens": 64, "table": "0123"}
-    made = SimpleNamespace(origin=origin, tables={"learned": None}, measure=measure)
-    monkeypatch.setattr(kinds, "Runner", lambda *given: made)
-    given = Namespace(model=[None], learned=["a"], threads=None, new_tokens=64, records=tmp_path / "r")
-    lines = kinds.measure(given)
-    assert len(asked) == len(lines)
-    kinds.measure(given)
-    assert len(asked) == len(lines)
-    made.origin = origin | {"table": "4567"}
-    kinds.measure(given)
-    assert len(asked) == 2 * len(lines)

@@ -142,9 +142,8 @@ def test_columns_of_tables_are_shown_once_they_were_measured(monkeypatch):
     assert "| four rows, after `lookahead learn` |" in pages.speed()["models"]
 
 
-def test_kinds_of_text_have_a_section_once_they_were_measured(tmp_path, monkeypatch):
-    """The records of benchmarks.kinds, with and without the one of learned tables, which not all models have."""
-    assert bool(pages.kinds_section()) == (RESULTS / "kinds.json").is_file()
+def test_s_by_rows_and_kind_of_text_stands_beside_the_cost_of_rows(tmp_path, monkeypatch):
+    """Made-up records of benchmarks.kinds; those of trained drafters need weights that not everybody has."""
     models = {"Q-1.5B-Instruct.Q4_K_M.gguf": 1.0, "SmolLM2-135M-Instruct.Q4_1.gguf": 2.0}
     states = {"cold": 1.0, "corpus": 1.25}
     lines = [
@@ -159,41 +158,35 @@ def test_kinds_of_text_have_a_section_once_they_were_measured(tmp_path, monkeypa
     facts = {"command": "c", "where": "a processor, 2 cores, 1 threads, commit 0123456789ab, A and B"}
     for name in ("packed-step.json", "records"):
         (tmp_path / name).symlink_to(RESULTS / name)
-    own = [x | {"state": "learned"} for x in lines if x["state"] == "corpus" and "1.5B" in x["model"]]
-    (tmp_path / "kinds-learned.json").write_text(json.dumps({**facts, "figures": own, "new_tokens": 48}))
+    (tmp_path / "kinds.json").write_text(json.dumps({**facts, "figures": lines, "new_tokens": 48}))
     monkeypatch.setattr(measured, "RESULTS", tmp_path)
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    assert not pages.kinds_section(), "learned tables are shown beside the others only"
-    (tmp_path / "kinds.json").write_text(json.dumps({**facts, "figures": lines, "new_tokens": 48}))
-    with_learned = pages.kinds_section()
-    assert "\n| rows | 1.5B: cold / corpus / learned | 135M: cold / corpus |" in with_learned
-    assert "\n| 4 | 1.31 / 1.64 / 1.64 | 2.62 / 3.28 |" in with_learned
-    assert "(*learned*)" in with_learned
-    assert pages.shown_on("s-by-rows")[:2] == ["kinds", "kinds-learned"]
-    (tmp_path / "kinds-learned.json").unlink()
-    for module in (measured, pages):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
-    text = pages.kinds_section()
-    assert (
-        "S of the 1.5B model at four rows ranges from 1.33 (coding) to 1.95 (writing); at 64 rows it is 2.81"
-        in text
-    )
-    assert "\n| rows | 1.5B: cold / corpus | 135M: cold / corpus | c(k), 1.5B | c(k), 135M |\n" in text
+    text, svg = pages.page_of("s-by-rows")
+    assert "it grows from 1.60 with two rows in every step to 1.88 with 16" in text
+    assert "S of the 1.5B model at four rows ranges from 1.33 (coding) to 1.95 (writing):" in text
+    heads = "1.5B: no table / default | 135M: no table / default"
+    assert f"\n| rows | {heads} | c(k), 1.5B | c(k), 135M |\n" in text
     steps = {
         line["type"]: line["t"]["4"]["ours"] / line["t"]["1"]["ours"]
         for line in measured.figures_of("packed-step")
     }
-    costs = f"{steps['1.5B']:.2f} | {steps['own']:.2f}"
-    assert f"\n| 4 | 1.31 / 1.64 | 2.62 / 3.28 | {costs} |\n" in text
+    assert f"\n| 4 | 1.31 / 1.64 | 2.62 / 3.28 | {steps['1.5B']:.2f} | {steps['own']:.2f} |\n" in text
     assert re.search(r" four rows cost \d\.\d\d \(1\.5B\), .*, drafting included\.\n", text)
+    assert "\n| coding | 1.06 / 1.33 | 2.12 / 2.65 |\n" in text
+    assert "\n| T = 0.7 | 1.31 / 1.64 | 2.62 / 3.28 |\n" in text
     for row in re.findall(r"^\|.*\|$", text, re.M):
         assert row.count("|") <= 8
         assert len(row) < 150
-    for kind in kinds.PROMPTS:
-        assert len(re.findall(rf"^\| {kind} \|", text, re.M)) == 4, "two models, in two parts each"
     assert "2 of each kind with at most 48 new tokens" in text
-    assert "1.5B, corpus 1.60 to 2.81" in pages.kinds_chart()[1]
-    assert pages.shown_on("s-by-rows") == ["kinds", "trained"]
+    assert "1.5B, the default 1.60 to 1.88" in text
+    assert "135M, no table" in svg
+    assert pages.shown_on("s-by-rows") == ["kinds"]
+    assert "Beside trained drafters" not in text
+    (tmp_path / "trained.json").symlink_to(RESULTS / "trained.json")
+    text, _ = pages.page_of("s-by-rows")
+    assert measured.made(measured.facts_of("trained"))[1] in text.partition("How it was measured")[2]
+    assert re.search(r"^\| Medusa-1 \| \d\.\d\d \|", text, re.M)
+    assert pages.shown_on("s-by-rows") == ["trained", "kinds"]
 
 
 def test_the_referee_has_a_section_once_it_judged_engines(tmp_path, monkeypatch):

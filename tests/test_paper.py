@@ -203,7 +203,7 @@ def test_end_to_end_measures_the_papers_method_and_the_default_from_an_empty_sta
             run=lambda methods, prompts, options, asked=asked: asked.append((methods, options.warm)),
         )
         end_to_end.measure(given)
-        assert asked == [([*theirs, "lookahead:15,5,15", "adaptive"], False)]
+        assert asked == [([*theirs, "lookahead:15,5,15", "adaptive:rows=64"], False)]
     head, records = committed.read(ROOT / "docs/results/records/end-to-end.jsonl.gz")
     assert "over transformers" not in "\n".join(end_to_end.page(head, records).body)
     plain = [record | {"method": "hf-greedy"} for record in records if record["method"] == "plain"]
@@ -362,7 +362,6 @@ def tiny(monkeypatch):
     monkeypatch.setattr(scaling_law, "HELD", 4)
     monkeypatch.setattr(sampling_quality, "DRAWS", 100)
     monkeypatch.setattr(parallel, "RANKS", (1, 2))
-    monkeypatch.setattr(parallel, "EXCHANGES", 3)
     return model
 
 
@@ -394,7 +393,6 @@ def test_a_command_writes_its_figures_and_prints_its_report(name, tiny, tmp_path
         assert part in text, part
     assert str(tmp_path) not in text
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"records", f"{name}.json"}
-    monkeypatch.setattr(parallel, "exchange_seconds", lambda steps: 1e-4)  # it starts a process
     lines = (tmp_path / "records" / "records.jsonl").read_bytes()
     assert paper.main(words) == 0  # finished records are not measured again
     assert (tmp_path / "records" / "records.jsonl").read_bytes() == lines
@@ -417,7 +415,6 @@ def test_the_scaling_law_varies_the_window_alone_but_not_the_candidates():
 
 @pytest.mark.parametrize("name", ["attention", "parallel"])
 def test_only_first_turns_are_decoded_where_the_page_says_so(name, tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(parallel, "exchange_seconds", lambda steps: 1e-4)  # it starts a process
     (tmp_path / "x.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["one two", "three"]}) + "\n")
     words = [name, "--workload", f"mt-bench={tmp_path / 'x.jsonl'}", "--max-new-tokens", "8"]
     paper.main([*words, "--out", str(tmp_path), "--records", str(tmp_path / "records")])

@@ -52,7 +52,7 @@ OTHERS = ["dynamics", "pass-rate", "adaptive-run", "adaptive-credit", "batch-siz
 PACKED = ["bench-packed", "bench-packed-sampled", "bench-packed-head"]
 SPEED = ["speed-1.5b", "speed-0.5b", "speed-135m"]
 EVERY_PAGE = [*SPEED, "llamacpp-examples", "bench-openvino", *PACKED]
-EVERY_PAGE += ["startup", "serve", "rows", "kinds", "kinds-learned"]
+EVERY_PAGE += ["startup", "serve", "rows", "kinds"]
 EVERY_PAGE += ["corpus-1.5b", "corpus-0.5b", "corpus-135m"]
 EVERY_PAGE += [
     "packed-accuracy",
@@ -108,9 +108,6 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     assert " ".join(pages["kinds"].words[1:]) == (
         "benchmarks.kinds --model build/results/Q-1.5B-Instruct.Q4_K_M.gguf "
         "--model build/results/Q-0.5B.Q4_K_M.gguf --model build/results/SmolLM2-135M.Q4_1.gguf"
-    )
-    assert " ".join(pages["kinds-learned"].words[1:]).startswith(
-        "benchmarks.kinds --model build/results/Q-1.5B-Instruct.Q4_K_M.gguf --learned build/learned/1.5b.safe"
     )
     assert pages["rows"].words[-2:] == ("--prompts", "5")
     tried = " ".join(pages["bench-openvino"].words)
@@ -173,7 +170,6 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
                 "llamacpp-examples",
                 "vllm",
                 "trained",
-                "kinds-learned",
                 "corpus-1.",
                 "corpus-0.",
             )
@@ -217,14 +213,13 @@ def test_the_time_left_follows_the_pages_that_were_made():
 
 
 def test_a_page_is_made_once_by_a_commit_and_command(plan, tmp_path):
-    step = plan()[0]["parallel"]
+    step = plan()[0]["batch-size"]
     assert not step.is_done()
-    command = "python -m benchmarks.paper parallel --data data --limit 12 --max-new-tokens 64"
-    command += " --records build/results/parallel"
+    command = "python -m benchmarks.batch_size --data data --limit 5"
     facts = {"command": command, **made_here()}
     step.page.write_text(json.dumps(facts))
     assert step.is_done()
-    assert not plan(limit=1)[0]["parallel"].is_done()
+    assert not plan(limit=1)[0]["batch-size"].is_done()
     for other in (
         {"where": facts["where"].replace(results.commit(), "0123456789ab")},
         {"where": f"Abacus 7, commit {results.commit()}, a model"},
@@ -236,8 +231,8 @@ def test_a_page_is_made_once_by_a_commit_and_command(plan, tmp_path):
     step.page.write_text(json.dumps(facts))
     assert not step.is_done(), "it may be a page of another machine"
     untimed = plan()[0]["scaling-law"]
-    command = command.replace("parallel --data data --limit 12", "scaling-law --data data --limit 25")
-    facts |= {"command": command.replace("results/parallel", "results/scaling-law")}
+    command = "python -m benchmarks.paper scaling-law --data data --limit 25 --max-new-tokens 64"
+    facts |= {"command": f"{command} --records build/results/scaling-law"}
     untimed.page.write_text(json.dumps(facts | {"where": f"Abacus 7, commit {results.commit()}, a model"}))
     assert untimed.is_done(), "it shows no time"
     untimed.page.write_text(

@@ -17,6 +17,8 @@ from .committed import Head
 from .study import Page, Study, descending, in_words, model_and_machine
 
 METHOD = "lookahead:15,5,15"
+#: The default drafter with about as many rows, whatever a row costs, so that S does not depend on the machine.
+DEFAULT = "adaptive:rows=64"
 #: Spec-Bench's categories other than MT-Bench. The rows of MT-Bench have eight categories of their own.
 SPEC_BENCH = ("translation", "summarization", "qa", "math_reasoning", "rag")
 MULTI_TURN = "multi-turn"
@@ -63,12 +65,12 @@ def prompts_of(study: Study, names: Sequence[str]) -> list[Prompt]:
 
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
-    """Measure the paper's method and the default on every data set, each prompt from an empty state.
+    """Measure the paper's method and the default drafter on every data set, each prompt from an empty state.
 
     transformers' own methods are measured too, if it can run the model.
     """
     present = [name for name in SOURCES if find_file(name, study.data) is not None] or ["stdlib"]
-    methods = [METHOD, "adaptive"]
+    methods = [METHOD, DEFAULT]
     if isinstance(study.model.model, HFModel):
         methods = ["hf-greedy", "hf-prompt-lookup", *methods]
     options = replace(study.options, warm=False)

@@ -1,23 +1,17 @@
-"""Figures 6 and 7 of the paper: the speed-up of lookahead parallelism, modelled from one process.
+"""Figures 6 and 7 of the paper: S and the rows of each rank with lookahead parallelism, from one process.
 
 The steps of real decoding are recorded, and their trees are sharded as R ranks would shard them, including the rows
-that ranks recompute. If t(k) is the time of a step of k rows, a step on R ranks takes
-
-    t(rows of the widest shard) + exchange
-
-Strong scaling increases W and G with R: more ranks evaluate a larger window in the same time, and S grows with the
-logarithm of the window (section 4).
+that ranks recompute. The widest shard determines the time of a step on R ranks. Strong scaling increases W and G with
+R: more ranks evaluate a larger window in the same time, and S grows with the logarithm of the window (section 4).
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import nan
-from statistics import fmean, median
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -26,10 +20,9 @@ from lookahead.bench.record import Record
 from lookahead.bench.report import number
 from lookahead.core import Request, Stats, Target, TokenTree, decode
 from lookahead.drafters import Lookahead, as_drafter
-from lookahead.drafters.adaptive.measure import time_steps
 from lookahead.hf.facts import ModelFacts
 from lookahead.parallel.shard import shard
-from lookahead.parallel.wire import FRAME, Link
+from lookahead.parallel.wire import FRAME
 
 from ..report import markdown_table
 from .committed import Head
@@ -37,10 +30,6 @@ from .study import Page, Study, model_and_machine, only_first_turns
 
 RANKS = (1, 2, 4, 8)
 BASE = (15, 5, 15)
-#: Number of rows that take as long as one row on a memory-bound device; the page's model of flat step times.
-FLAT_ROWS = 128
-#: Number of timed exchanges, after as many untimed ones.
-EXCHANGES = 200
 #: Workloads of figures 6 and 7.
 WORKLOADS = ("mt-bench", "humaneval", "classeval")
 #: Figures 6 and 7, 7B, FlashAttention on both sides: workload -> ranks -> speed-up over autoregressive decoding.
@@ -49,9 +38,6 @@ PAPER = {
     "humaneval": {1: "2.7 to 2.8", 8: "3.9 to 4.0"},
     "classeval": {1: "2.7 to 2.8", 8: "3.9 to 4.0"},
 }
-#: Numbers of rows for which t(k) is measured. The widest shard has those of the base settings, at most 120, and
-#: recomputed rows.
-SHARD_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 #: S counts as flat if it grows by less than this factor from the fewest ranks to the most.
 FLAT_S = 1.05
 
@@ -63,7 +49,7 @@ class Shares:
     Attributes:
         ranks: R.
         rows: rows of the whole tree.
-        widest: rows of the widest shard including recomputed rows, which determines the time of the step.
+        widest: rows of the widest shard including recomputed rows.
         evaluated: rows of all ranks together.
         recomputed: rows per rank that are evaluated again because another rank had evaluated them.
         bytes: bytes exchanged per step by all ranks together.
@@ -161,67 +147,20 @@ class Sharded(Drafted):
         return outcome
 
 
-def step_times(model: ModelUnderTest, rows: Sequence[int], context: int = 64) -> dict[int, float]:
-    """t(k) in seconds, measured on the model's target for the given numbers of rows."""
-    passes, _ = time_steps(model.target, context, sorted(rows), patience=float(len(rows)))
-    return {count: min(seconds) for count, seconds in passes.items()}
-
-
-def exchange_seconds(steps: int) -> float:
-    """Median time of the three messages of a step between two processes of this machine, with gloo over loopback.
-
-    The messages are the shard, the argmaxes in return, and the accepted tokens.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
-        other = context.Process(target=_exchange, args=(1, folder, steps), daemon=True)
-        other.start()
-        spent = _exchange(0, folder, steps)
-        other.join()
-    return median(spent[steps:])
-
-
-def _exchange(rank: int, folder: str, steps: int) -> list[float]:
-    import torch.distributed as dist
-
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    link = Link(1 - rank, None, 60.0)
-    spent = []
-    for _ in range(2 * steps):
-        start = perf_counter()
-        if rank == 0:
-            link.send("forward")
-            link.receive()
-            link.send("commit")
-            link.flush()
-        else:
-            link.receive()
-            link.send("done")
-            link.receive()
-        spent.append(perf_counter() - start)
-    dist.barrier()
-    dist.destroy_process_group()
-    return spent
-
-
 def triple_of(ranks: int) -> tuple[int, int, int]:
     """(W, N, G) for this number of ranks; W and G grow with it."""
     return BASE[0] * ranks, BASE[1], BASE[2] * ranks
 
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
-    """Measure lookahead with the (W, N, G) of each number of ranks, t(k), and the exchange between two processes.
+    """Measure lookahead with the (W, N, G) of each number of ranks.
 
     Only the first turns of conversations are decoded.
     """
     prompts = study.first_turns(10, WORKLOADS)
-    exchange = exchange_seconds(EXCHANGES)
     methods = [Sharded(Lookahead(*triple_of(r)), RANKS if r == 1 else (r,)) for r in RANKS]
     records = study.run(methods, prompts, replace(study.options, warm=False))
-    times = {str(k): seconds for k, seconds in step_times(study.model, SHARD_ROWS).items()}
-    measured = {"exchange_seconds": exchange, "step_seconds": times, "kv_bytes": _kv_bytes(study.model)}
-    return records, measured
+    return records, {"kv_bytes": _kv_bytes(study.model)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +174,6 @@ class Scaling:
         recomputed: recomputed rows per rank with the grown settings.
         bytes: bytes exchanged per step with the grown settings.
         fixed_widest: rows of the widest shard with (15, 5, 15).
-        grown: modelled speed-up with the grown settings.
-        flat: the same if t(k) is flat.
-        fixed: modelled speed-up with (15, 5, 15).
     """
 
     s: float
@@ -246,25 +182,19 @@ class Scaling:
     recomputed: float
     bytes: float
     fixed_widest: float
-    grown: float
-    flat: float
-    fixed: float
 
 
-def scaling(records: Sequence[Record], ranks: int, t: Callable[[float], float], exchange: float) -> Scaling:
-    """Model one workload on R ranks.
+def scaling(records: Sequence[Record], ranks: int) -> Scaling:
+    """One workload on R ranks.
 
     Args:
         records: the records of the workload.
         ranks: R.
-        t: seconds of a step of k rows.
-        exchange: seconds of a step's messages, if there are two ranks or more.
     """
     grown, base = (
         [r for r in records if r["method"] == f"lookahead:{w},{n},{g}" and "skipped" not in r]
         for w, n, g in (triple_of(ranks), BASE)
     )
-    wait = exchange if ranks > 1 else 0.0
 
     def s_of(texts: Sequence[Record]) -> float:
         return sum(r["new_tokens"] - 1 for r in texts) / max(1, sum(r["steps"] for r in texts))
@@ -272,12 +202,9 @@ def scaling(records: Sequence[Record], ranks: int, t: Callable[[float], float], 
     def shards(texts: Sequence[Record]) -> list[dict[str, Any]]:
         return [r["drafter"][f"shards_{ranks}"] for r in texts]
 
-    def widths(texts: Sequence[Record]) -> list[tuple[int, int]]:
-        return [(int(w), count) for x in shards(texts) for w, count in x["widths"].items()]
-
-    def mean(texts: Sequence[Record], value: Callable[[int], float]) -> float:
-        pairs = widths(texts)
-        return sum(value(w) * count for w, count in pairs) / max(1, sum(count for _, count in pairs))
+    def widest(texts: Sequence[Record]) -> float:
+        counts = [(int(w), count) for x in shards(texts) for w, count in x["widths"].items()]
+        return sum(w * count for w, count in counts) / max(1, sum(count for _, count in counts))
 
     steps = max(1, sum(r["steps"] for r in grown))
     recomputed, sent = (
@@ -287,30 +214,18 @@ def scaling(records: Sequence[Record], ranks: int, t: Callable[[float], float], 
     return Scaling(
         s=s_of(grown),
         rows=sum(r["rows"] for r in grown) / steps,
-        widest=mean(grown, float),
+        widest=widest(grown),
         recomputed=recomputed,
         bytes=sent,
-        fixed_widest=mean(base, float),
-        grown=s_of(grown) * t(1) / (mean(grown, t) + wait),
-        flat=s_of(grown) / mean(grown, lambda width: max(1.0, width / FLAT_ROWS)),
-        fixed=s_of(base) * t(1) / (mean(base, t) + wait),
+        fixed_widest=widest(base),
     )
 
 
 def page(head: Head, records: Sequence[Record]) -> Page:
     """Compute the page from the records."""
-    import numpy as np
-
-    # Model every workload and number of ranks, with t(k) interpolated between its measured points.
-    counts = [int(k) for k in head["step_seconds"]]
-    seconds = list(head["step_seconds"].values())
-
-    def t(k: float) -> float:
-        return float(np.interp(k, counts, seconds))
-
     workloads = list(dict.fromkeys(r["workload"] for r in records if "skipped" not in r))
     found = {
-        (w, ranks): scaling([r for r in records if r["workload"] == w], ranks, t, head["exchange_seconds"])
+        (w, ranks): scaling([r for r in records if r["workload"] == w], ranks)
         for w in workloads
         for ranks in RANKS
     }
@@ -325,8 +240,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         "widest shard, grown",
         "widest shard, (15, 5, 15)",
     ]
-    headings += ["recomputed rows per rank", "bytes per step", "speed-up, grown, measured t(k)"]
-    headings += ["the same, assumed flat t(k)", "speed-up, (15, 5, 15), measured t(k)", "the paper's (7B)"]
+    headings += ["recomputed rows per rank", "bytes per step", "the paper's speed-up (7B)"]
     rows = [
         [
             workload,
@@ -338,24 +252,18 @@ def page(head: Head, records: Sequence[Record]) -> Page:
             number(x.fixed_widest, 1),
             number(x.recomputed),
             number(x.bytes, 0),
-            *(number(value) for value in (x.grown, x.flat, x.fixed)),
             PAPER.get(workload, {}).get(ranks, "–"),
         ]
         for (workload, ranks), x in found.items()
     ]
 
-    # The text: what was measured and what was modelled, then the differences from the paper.
+    # The text: what was measured and what was computed, then the differences from the paper.
     body = [
         markdown_table(headings, rows),
         "",
-        f"**Measured**: S, rows and t(k) in one process; the exchange of a step, "
-        f"{head['exchange_seconds'] * 1e6:.0f} us, between two processes of this machine by gloo. **Computed** from "
-        "the measured steps: shards, recomputed rows, bytes (of all ranks together), means over steps. "
-        "**Modelled**: speed-ups over plain decoding, S t(1) / (t(widest shard) + exchange), with the exchange of "
-        "two ranks for any number of them. **Assumed**, in the column that says so: up to "
-        f"{FLAT_ROWS} rows cost as much as one row, the exchange nothing. No speed-up was measured on several "
-        "devices. Sending keys and values instead of computing missing rows again would take "
-        f"{head['kv_bytes'] or 'more'} bytes per row.",
+        "**Measured**: S and rows, in one process. **Computed** from the measured steps: shards, recomputed rows, "
+        "bytes (of all ranks together), means over steps. No speed-up was measured on several devices. Sending keys "
+        f"and values instead of computing missing rows again would take {head['kv_bytes'] or 'more'} bytes per row.",
     ]
     differs = [
         model_and_machine(head, records),
@@ -365,16 +273,8 @@ def page(head: Head, records: Sequence[Record]) -> Page:
         "FlashAttention on both sides. There tensor and pipeline parallelism slow a single text down (0.71 to 0.82).",
     ]
 
-    # The figure and its description.
-    names = {"t(k) of this machine": "grown", f"flat up to {FLAT_ROWS} rows": "flat"}
-    curves = {
-        f"{workload}, {what}": [getattr(found[workload, ranks], name) for ranks in RANKS]
-        for workload in workloads
-        for what, name in names.items()
-    }
     title = "Lookahead parallelism (figures 6 and 7)"
     facts = [{"workload": w, "ranks": r, **_as_dict(x)} for (w, r), x in found.items()]
-    "; ".join(f"{name} {', '.join(map(number, values))}" for name, values in curves.items())
     return Page(title, body, differs, facts)
 
 
