@@ -413,7 +413,7 @@ def steps(given: Sources) -> list[Step]:
     prompts = max(2, 3 * limit // 8)
     plan("dynamics", 1.7 * prompts, "dynamics", *data, "--limit", prompts)
     plan("pass-rate", 3, "pass_rate", *data)
-    plan("adaptive-run", 0.4 * prompts, "adaptive_run", *data, "--prompts", prompts)
+    plan("adaptive-run", 0.25 * limit, "adaptive_run", *data, "--prompts", limit)
     words = ["--prompts", 10, "--temperatures", 0, "--method", "adaptive cold", "--dtype", "auto"]
     plan("adaptive-credit", 3, "adaptive_s", *data, *words)
     plan("batch-size", max(1.5, 0.4 * given.half), "batch_size", *data, "--limit", given.half)

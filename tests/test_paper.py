@@ -413,7 +413,7 @@ def test_the_scaling_law_varies_the_window_alone_but_not_the_candidates():
     assert len(asked) == 19
 
 
-@pytest.mark.parametrize("name", ["attention", "parallel"])
+@pytest.mark.parametrize("name", ["ablation", "attention", "parallel"])
 def test_only_first_turns_are_decoded_where_the_page_says_so(name, tiny, tmp_path, monkeypatch, capsys):
     (tmp_path / "x.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["one two", "three"]}) + "\n")
     words = [name, "--workload", f"mt-bench={tmp_path / 'x.jsonl'}", "--max-new-tokens", "8"]

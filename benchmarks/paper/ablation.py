@@ -20,6 +20,7 @@ from .study import (
     in_words,
     loop_free_texts,
     model_and_machine,
+    only_first_turns,
     pool_figures,
     ratios,
 )
@@ -41,9 +42,9 @@ NOTABLE = 0.03
 
 
 def measure(study: Study) -> tuple[list[Record], dict[str, Any]]:
-    """Measure every row of table 3 on prompts of MT-Bench."""
+    """Measure every row of table 3 on the first turns of MT-Bench's conversations."""
     methods = [method for _, _, method, _ in TABLE_3]
-    prompts = study.prompts(10, ["mt-bench"])
+    prompts = study.first_turns(10, ["mt-bench"])
     return study.run(methods, prompts, replace(study.options, warm=False)), {}
 
 
@@ -95,6 +96,7 @@ def page(head: Head, records: Sequence[Record]) -> Page:
     differs = [
         model_and_machine(head, records),
         *differences(ours, theirs, free_ratios, free),
+        *only_first_turns(records),
         "The paper's table is for LLaMA-2-Chat 7B on an A100, where rows are almost free: its speed-ups lie between "
         "1.04 (row 5) and 1.88 (row 9). `lookahead bench step-cost` shows what rows cost on a machine. S does not "
         "depend on the machine, the speed-up does.",
