@@ -142,7 +142,7 @@ FOR_SOME = {
     "packed_step": ("step.py",),
     "llamacpp_examples": ("servers.py", "llamacpp_server.py", "llamacpp_build.py", "outcomes.py"),
     "vllm": ("vllm_run.py", "chain_s.py"),
-    "trained": ("drafters/*", "peers.py", "rows.py"),
+    "trained": ("drafters/*", "peers.py"),
     "kinds": ("kinds.toml",),
 }
 #: A folder with a Python that has vLLM and this package; the file that `make vllm` writes last is in it.
@@ -152,7 +152,7 @@ VLLM_READY = VLLM / ".ready"
 UNTIMED = (
     *("kinds", "corpus-1.5b", "corpus-0.5b", "corpus-135m", "packed-accuracy", "dynamics", "pass-rate"),
     *("ablation", "sampling-quality", "attention", "end-to-end", "scaling-law", "parallel"),
-    *("text", "adaptive-credit"),
+    *("text", "adaptive-credit", "trained"),
 )
 #: Beginnings of the names of other libraries' methods.
 PEERS = ("llamacpp", "openvino", "hf")

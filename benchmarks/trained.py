@@ -1,4 +1,4 @@
-"""Trained and retrieval-based drafters alongside this library's own, at equal rows: S, speed and drafting time.
+"""Trained and retrieval-based drafters alongside this library's own, at equal rows: S.
 
     python -m benchmarks.trained --data DIR --text DIR --medusa FILE --eagle FILE
     python -m benchmarks.trained --data DIR --text DIR --medusa FILE --rows 4,8 --methods adaptive,medusa
@@ -8,9 +8,8 @@ are drafters in this library's decoding loop and decode the same prompts greedil
 plain decoding ends the run. Results in ``--records`` of this commit, these settings and these weights are not
 measured again.
 
-Every prompt is also decoded without drafts, alternately before and after the drafter, and the speed is the ratio of
-the two times after the prefill. Speculative decoding with a draft model is transformers' own loop instead, in fp32,
-compared with its own greedy decoding; its draft model is a copy of the model with the first third of the layers.
+Assisted generation with a draft model is transformers' own loop instead, in fp32, compared with its own greedy
+decoding; its draft model is a copy of the model with the first third of the layers.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ import hashlib
 import json
 import sysconfig
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import safe_open
 
@@ -46,9 +44,7 @@ from .drafters.static_tree import SHAPES, StaticTree
 from .origin import require_one_origin
 from .page import write_report
 from .peers import HuggingFace
-from .quiet import require_quiet
 from .report import markdown_table
-from .rows import decode
 
 OPEN = ("writing", "roleplay", "humanities", "stem")
 #: The paper's window, n-gram and candidates for a number of rows, (W + G)(N - 1).
@@ -72,8 +68,6 @@ ABOUT = {
         "2.28 (a 68M model)",
     ),
 }
-#: Field of a record -> its heading on the page.
-FIGURES = {"s": "S", "speed": "times plain decoding", "drafting": "drafting, in plain steps"}
 #: Methods with trained weights.
 WEIGHTED = ("adaptive with head", "static tree", "eagle", "medusa")
 #: The method that decodes in transformers' loop, and its largest number of rows: 63 drafted tokens take 63 passes.
@@ -89,14 +83,6 @@ SOURCES = (
     "lookup](https://github.com/apoorvumang/prompt-lookup-decoding), lookahead "
     "([2402.02057](https://arxiv.org/abs/2402.02057)) and assisted generation, there with a draft model of 68M "
     "parameters. SpecInfer is not listed."
-)
-#: What the speeds and the time of drafting include.
-TIMES = (
-    "Speeds count everything after the prefill. The time of drafting, in steps of plain decoding, is that of "
-    "proposing a tree and of reading the last step's results, without the model's pass over the tree. Compare S "
-    "first: the adaptive drafter and the light head are compiled, but the EAGLE-style layer and Medusa-1 are PyTorch "
-    "in fp32 on one thread, because threads that keep polling would slow the next pass down, and REST is Python with "
-    "NumPy, none of them optimised."
 )
 #: Why the published figures differ from this page's.
 DIFFERENCES = (
@@ -115,7 +101,7 @@ DIFFERENCES = (
     "SmolLM2-135M has no smaller sibling, so the draft model of transformers' assisted generation is a copy of the "
     "model with the first third of its layers, not trained further. It shows the cost of a draft model of this size, "
     "not what a trained one guesses. It drafts a chain, one pass for each token, so it is not measured beyond "
-    f"{MOST_CHAIN} rows, and transformers does not report the time of drafting.",
+    f"{MOST_CHAIN} rows.",
 )
 
 
@@ -189,7 +175,7 @@ class Measurement:
         self.eagle = cache(lambda: Eagle.load(args.eagle, self.llm.model))
         self.datastore = cache(lambda: datastore(self.llm, args.text))
         self.assisted = cache(lambda: DraftModel(args.model))
-        self.turn = 0
+        self._plain = dict[str, list[int]]()
         self.methods: dict[str, Callable[[int], Drafter]] = {
             "adaptive": lambda rows: Adaptive(rows=rows),
             "adaptive with head": lambda rows: Adaptive(rows=rows, head="auto"),
@@ -201,46 +187,35 @@ class Measurement:
             "lookahead": lambda rows: Lookahead(*PAPER[rows]),
         }
 
-    def decode(self, method: str, rows: int, prompt: Any, new_tokens: int) -> tuple[Run, Run]:
-        """Plain decoding and a method on a prompt, the second first for every other call.
+    def decode(self, method: str, rows: int, prompt: Any, new_tokens: int) -> Run:
+        """The steps of a method on a prompt.
 
         Raises:
-            SystemExit: the tokens differ.
+            SystemExit: the tokens differ from those of plain decoding.
         """
         chat = [{"role": "user", "content": prompt.turns[0]}]
         ids = self.llm.encode(chat)
         if method == DRAFT_MODEL:
-            runs = self.assisted().decode(ids, rows, new_tokens)
+            plain, drafted = self.assisted().decode(ids, rows, new_tokens)
         else:
-            drafters = [Plain(), self.methods[method](rows)]
-            order = (0, 1) if self.turn % 2 else (1, 0)
-            found = {index: decode(self.llm, ids, drafters[index], 0.0, 0, new_tokens) for index in order}
-            runs = Run.of(*found[0]), Run.of(*found[1])
-        self.turn += 1
-        plain, drafted = runs
-        if plain.tokens != drafted.tokens:
+            if prompt.id not in self._plain:
+                self._plain[prompt.id] = self._decode(ids, Plain(), new_tokens).tokens
+            plain, drafted = self._plain[prompt.id], self._decode(ids, self.methods[method](rows), new_tokens)
+        if plain != drafted.tokens:
             raise SystemExit(f"{method}, {rows} rows: the text of {prompt.id} differs from plain decoding")
-        return runs
+        return drafted
+
+    def _decode(self, ids: Sequence[int], drafter: Drafter, new_tokens: int) -> Run:
+        result = self.llm.generate(ids, drafter=drafter, max_new_tokens=new_tokens)
+        return Run(result.tokens, result.stats.steps, result.stats.rows)
 
 
-@dataclass
-class Run:
-    """Tokens of a completion, and what its steps took after the prefill."""
+class Run(NamedTuple):
+    """Tokens of a completion, and the steps and their rows after the prefill."""
 
     tokens: list[int]
-    seconds: float
     steps: int
     rows: int
-    drafting: float  # seconds
-    evaluating: float  # seconds
-
-    @classmethod
-    def of(cls, seconds: float, result: Any) -> Run:
-        """From a result of this library."""
-        spent = result.stats.seconds
-        drafting = spent["draft"] + spent["observe"]
-        evaluating = spent["forward"] + spent["verify"] + spent["commit"]
-        return cls(result.tokens, seconds, result.stats.steps, result.stats.rows, drafting, evaluating)
 
 
 class Assisted(HuggingFace):
@@ -275,16 +250,16 @@ class DraftModel:
         draft.generation_config.assistant_confidence_threshold = 0.0
         self._draft = draft
 
-    def decode(self, ids: Sequence[int], rows: int, new_tokens: int) -> tuple[Run, Run]:
-        """Greedy decoding of transformers, and assisted generation with ``rows - 1`` drafted tokens."""
+    def decode(self, ids: Sequence[int], rows: int, new_tokens: int) -> tuple[list[int], Run]:
+        """Tokens of transformers' greedy decoding, and its assisted generation with ``rows - 1`` drafted tokens."""
         self._draft.generation_config.num_assistant_tokens = rows - 1
         options = RunOptions(max_new_tokens=new_tokens)
-        runs = []
-        for method in (HuggingFace("hf-greedy"), Assisted(self._draft)):
-            outcome = method.decode(self._model, ids, options)
-            stats = outcome.stats
-            runs.append(Run(outcome.tokens, sum(outcome.step_seconds), stats.steps, stats.rows, 0.0, 0.0))
-        return runs[0], runs[1]
+        outcomes = [
+            method.decode(self._model, ids, options)
+            for method in (HuggingFace("hf-greedy"), Assisted(self._draft))
+        ]
+        plain, drafted = outcomes
+        return plain.tokens, Run(drafted.tokens, drafted.stats.steps, drafted.stats.rows)
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -296,8 +271,6 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     records = read_records(args.records, "s", "method")
     known = {tuple(line.get(key) for key in keys): line for line in records}
     prompts = prompts_of(args.data, args.prompts)
-    if not args.page_only:
-        require_quiet()
     lines = []
     for rows, workload, method in product(args.rows, prompts, args.methods):
         line = {**about, "prompts": args.prompts, "workload": workload, "method": method, "rows": rows}
@@ -309,21 +282,14 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         if method == DRAFT_MODEL and rows > MOST_CHAIN:
             continue
         runs = [measurement.decode(method, rows, prompt, args.new_tokens) for prompt in prompts[workload]]
-        plain = [run for run, _ in runs]
-        drafted = [run for _, run in runs]
-        steps = sum(run.steps for run in drafted)
-        step = sum(run.evaluating for run in plain) / sum(run.steps for run in plain)
+        steps = sum(run.steps for run in runs)
         line |= {
-            "s": sum(len(run.tokens) - 1 for run in drafted) / steps,
+            "s": sum(len(run.tokens) - 1 for run in runs) / steps,
             "steps": steps,
-            "mean_rows": sum(run.rows for run in drafted) / steps,
-            "speed": sum(run.seconds for run in plain) / sum(run.seconds for run in drafted),
-            # In plain steps; transformers does not measure it.
-            "drafting": sum(run.drafting for run in drafted) / steps / step if step else None,
+            "mean_rows": sum(run.rows for run in runs) / steps,
         }
         print(
-            f"{workload} {method} {rows} rows: S {line['s']:.3f}, {line['mean_rows']:.1f} rows a step, "
-            f"{line['speed']:.2f} x plain, drafting {line['drafting'] or 0:.3f} plain steps",
+            f"{workload} {method} {rows} rows: S {line['s']:.3f}, {line['mean_rows']:.1f} rows a step",
             flush=True,
         )
         with RecordWriter(args.records, append=True) as writer:
@@ -333,7 +299,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
-    """A description of the methods, and the tables of S, speed and the time of drafting."""
+    """A description of the methods, and the tables of S."""
     by = {(line["workload"], line["method"], line["rows"]): line for line in lines}
     trained = {line["method"]: line.get("training") for line in lines}
     methods = []
@@ -348,28 +314,21 @@ def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
         f"{-(-7 * args.prompts // 12)} functions of HumanEval: too few for intervals, so small differences are "
         "noise. Every method drafts in this library's loop, on the compiled CPU path, except transformers' assisted "
         "generation (fp32); every text equals plain decoding. A "
-        f"step has at most so many rows; the paper's lookahead has (W, N, G) = {shapes}. Speeds are ratios to plain "
-        "decoding of the same prompts within the same seconds; for assisted generation, to transformers' own greedy "
-        "decoding.",
+        f"step has at most so many rows; the paper's lookahead has (W, N, G) = {shapes}.",
         "",
         markdown_table(heads, methods, texts=4),
         "",
         f"All heads were trained on the model's own output. {SOURCES}",
         "",
-        TIMES,
-        "",
     ]
     for workload, title in (("prose", "Open questions"), ("code", "Code")):
-        for key, figure in FIGURES.items():
-            table = []
-            for method in args.methods:
-                some = [by.get((workload, method, rows)) for rows in args.rows]
-                cells = [
-                    "-" if line is None or line.get(key) is None else f"{line[key]:.2f}" for line in some
-                ]
-                table.append([ABOUT[method][0], *cells])
-            heads = ["method", *(f"{rows} rows" for rows in args.rows)]
-            text += [f"## {title}: {figure}", "", markdown_table(heads, table, texts=1), ""]
+        table = []
+        for method in args.methods:
+            some = [by.get((workload, method, rows)) for rows in args.rows]
+            cells = ["-" if line is None else f"{line['s']:.2f}" for line in some]
+            table.append([ABOUT[method][0], *cells])
+        heads = ["method", *(f"{rows} rows" for rows in args.rows)]
+        text += [f"## {title}", "", markdown_table(heads, table, texts=1), ""]
     return [*text, "## Beside the published figures", "", "\n\n".join(DIFFERENCES)]
 
 
