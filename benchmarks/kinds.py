@@ -14,7 +14,8 @@ import argparse
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,9 @@ from .page import write_report
 from .report import markdown_table
 
 PROMPTS = tomllib.loads((Path(__file__).parent / "kinds.toml").read_text(encoding="utf-8"))
-ROWS, SAMPLED_ROWS = (2, 4, 8, 16), (4,)
-TEMPERATURES = (0.0, 0.7)
+ROWS = (2, 4, 8, 16)
 #: Fields that identify a line.
-KEYS = ("model", "state", "temperature", "rows", "kind")
+KEYS = ("model", "state", "rows", "kind")
 #: What the lines of one page have in common.
 COMMON = ("commit", "new_tokens")
 
@@ -45,7 +45,7 @@ class Runner:
     def __init__(self, path: str | None, threads: int | None, new_tokens: int, folder: Path) -> None:
         self.llm = lookahead.load(path, threads=threads)
         self.new_tokens = new_tokens
-        self._plain = dict[tuple[str, float], list[int]]()
+        self._plain = dict[str, list[int]]()
         key = key_of(self.llm.model)
         counted = folder / f"{key}.safetensors"
         if not counted.exists():
@@ -58,35 +58,25 @@ class Runner:
         name = Path(self.llm.name).name  # records must not reveal this machine's folders
         return {**environment(), "model": name, "dtype": self.llm.dtype, "new_tokens": self.new_tokens}
 
-    def measure(self, state: str, temperature: float, rows: int, prompts: Sequence[str]) -> dict[str, int]:
+    def measure(self, state: str, rows: int, prompts: Sequence[str]) -> dict[str, int]:
         """Steps and their tokens over prompts."""
         table = self.tables[state]
         sources = tuple(name for name in DEFAULT_SOURCES if table is not None or name != "base")
         drafter = Adaptive(rows=rows, sources=sources, table=None if table is None else str(table))
         steps = new = 0
         for prompt in prompts:
-            known = prompt, temperature
-            if known not in self._plain:
-                self._plain[known] = self._decode(prompt, Plain(), temperature).tokens
-            result = self._decode(prompt, drafter, temperature)
-            if result.tokens != self._plain[known]:
+            if prompt not in self._plain:
+                self._plain[prompt] = self._decode(prompt, Plain()).tokens
+            result = self._decode(prompt, drafter)
+            if result.tokens != self._plain[prompt]:
                 raise SystemExit(f"{state}, {rows} rows: the output differs from plain decoding: {prompt!r}")
             steps += result.stats.steps
             new += result.stats.new_tokens - 1
         return {"prompts": len(prompts), "new": new, "steps": steps}
 
-    def _decode(self, prompt: str, drafter: Drafter, temperature: float) -> Any:
+    def _decode(self, prompt: str, drafter: Drafter) -> Any:
         chat = [{"role": "user", "content": prompt}]
-        sampling: dict[str, Any] = {"temperature": temperature, "seed": 0} if temperature else {}
-        return self.llm.generate(chat, drafter=drafter, max_new_tokens=self.new_tokens, **sampling)
-
-
-def combinations(states: Sequence[str]) -> Iterator[tuple[str, float, int]]:
-    """(state, temperature, rows) of all lines, those with the fewest rows first."""
-    for rows in ROWS:
-        for temperature in TEMPERATURES:
-            if temperature == 0 or rows in SAMPLED_ROWS:
-                yield from ((state, temperature, rows) for state in states)
+        return self.llm.generate(chat, drafter=drafter, max_new_tokens=self.new_tokens)
 
 
 def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -102,15 +92,16 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
                 for line in records
                 if all(line[name] == origin[name] for name in COMMON)
             }
-            for state, temperature, rows in combinations(list(runner.tables)):
+            # Those with the fewest rows first.
+            for rows, state in product(ROWS, runner.tables):
                 for kind, prompts in PROMPTS.items():
-                    key = origin["model"], state, temperature, rows, kind
+                    key = origin["model"], state, rows, kind
                     if key not in known:
                         line = origin | dict(zip(KEYS, key, strict=True))
-                        known[key] = line | runner.measure(state, temperature, rows, prompts)
+                        known[key] = line | runner.measure(state, rows, prompts)
                         writer.write(known[key])
                     found.append(known[key])
-                print(origin["model"], state, f"T={temperature:g}", rows, flush=True)
+                print(origin["model"], state, rows, flush=True)
     return found
 
 
@@ -130,14 +121,14 @@ def shown(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def body(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """S over all kinds, by model, state and temperature."""
+    """S over all kinds, by model and state."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in lines:
-        found.setdefault((line["model"], line["state"], f"{line['temperature']:g}"), []).append(line)
+        found.setdefault((line["model"], line["state"]), []).append(line)
     cells = [
         [*key, *(shown([x for x in own if x["rows"] == rows]) for rows in ROWS)] for key, own in found.items()
     ]
-    return [markdown_table(["model", "state", "T", *(f"{rows} rows" for rows in ROWS)], cells, texts=3)]
+    return [markdown_table(["model", "state", *(f"{rows} rows" for rows in ROWS)], cells, texts=2)]
 
 
 def main() -> None:

@@ -354,8 +354,8 @@ def s_by_rows() -> Values:
     for line in figures_of("kinds"):
         models.setdefault(size_of(line["model"]), []).append(line)
 
-    def s(size: str, state: str, temperature: float = 0.0, **wanted: Any) -> float:
-        wanted |= {"state": state, "temperature": temperature}
+    def s(size: str, state: str, **wanted: Any) -> float:
+        wanted |= {"state": state}
         return kinds.s_of([x for x in models[size] if wanted.items() <= x.items()])
 
     def cells(**wanted: Any) -> list[str]:
@@ -382,7 +382,6 @@ def s_by_rows() -> Values:
     ]
     heads = [f"{size}: no table / default" for size in models]
     by_kind = [[kind, *cells(rows=4, kind=kind)] for kind in kinds.PROMPTS]
-    sampled = [[f"T = {t:g}", *cells(rows=4, temperature=t)] for t in kinds.TEMPERATURES]
     # What four rows cost where speeds were measured.
     fixed = {size: own.of(FIXED) for size, own in shown_models().items() if FIXED in own.methods}
     four = ", ".join(f"{x.s_steps / x.total:.2f} ({size})" for size, x in fixed.items())
@@ -410,7 +409,6 @@ def s_by_rows() -> Values:
         if four
         else "",
         "by_kind": table(["4 rows", *heads], by_kind),
-        "sampled": table(["4 rows, all kinds", *heads], sampled),
         "prompts": line["prompts"],
         "tokens": facts_of("kinds")["new_tokens"],
         "trained": trained_section(),

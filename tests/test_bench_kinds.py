@@ -33,9 +33,8 @@ def test_every_category_has_two_prompts():
     assert all(len(set(prompts)) == 2 for prompts in kinds.PROMPTS.values())
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_steps_and_their_tokens_are_counted(runner, temperature):
-    found = runner.measure("cold", temperature, 8, ["a prompt", "another"])
+def test_steps_and_their_tokens_are_counted(runner):
+    found = runner.measure("cold", 8, ["a prompt", "another"])
     assert found["prompts"] == 2
     assert found["new"] == 2 * 23  # the prefill's token is no step's
     assert 2 <= found["steps"] < found["new"]
@@ -43,14 +42,14 @@ def test_steps_and_their_tokens_are_counted(runner, temperature):
 
 def test_another_text_ends_the_measurement(runner, accept_a_wrong_node):
     with pytest.raises(SystemExit, match="cold, 8 rows: the output differs from plain decoding"):
-        runner.measure("cold", 0.0, 8, ["a prompt"])
+        runner.measure("cold", 8, ["a prompt"])
 
 
 def test_lines_of_this_commit_are_not_measured_again(tmp_path, monkeypatch):
     asked = []
 
-    def measure(state, temperature, rows, prompts):
-        asked.append((state, temperature, rows, len(prompts)))
+    def measure(state, rows, prompts):
+        asked.append((state, rows, len(prompts)))
         return {"prompts": len(prompts), "new": 3 * rows, "steps": rows}
 
     origin = {"model": "A-1B.gguf", "commit": "c", "new_tokens": 64}
@@ -58,10 +57,9 @@ def test_lines_of_this_commit_are_not_measured_again(tmp_path, monkeypatch):
     monkeypatch.setattr(kinds, "Runner", lambda *given: made)
     given = Namespace(model=[None], threads=None, new_tokens=64, records=tmp_path / "r")
     lines = kinds.measure(given)
-    combinations = len(kinds.ROWS) + len(kinds.SAMPLED_ROWS)
-    assert len(lines) == len(asked) == combinations * len(CATEGORIES)
-    assert {(rows, count) for _, _, rows, count in asked} == {(n, 2) for n in kinds.ROWS}
-    assert "| A-1B.gguf | cold | 0 | 3.00 |" in kinds.body(lines)[0]
+    assert len(lines) == len(asked) == len(kinds.ROWS) * len(CATEGORIES)
+    assert {(rows, count) for _, rows, count in asked} == {(n, 2) for n in kinds.ROWS}
+    assert "| A-1B.gguf | cold | 3.00 |" in kinds.body(lines)[0]
     asked.clear()
     assert kinds.measure(given) == lines
     assert not asked

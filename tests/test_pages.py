@@ -147,12 +147,11 @@ def test_s_by_rows_and_kind_of_text_stands_beside_the_cost_of_rows(tmp_path, mon
     models = {"Q-1.5B-Instruct.Q4_K_M.gguf": 1.0, "SmolLM2-135M-Instruct.Q4_1.gguf": 2.0}
     states = {"cold": 1.0, "corpus": 1.25}
     lines = [
-        {"model": model, "state": state, "temperature": t, "rows": k, "kind": kind, "prompts": 2}
+        {"model": model, "state": state, "rows": k, "kind": kind, "prompts": 2}
         | {"new": round(400 * of_model * more * (1 + k / 64 + n / 20)), "steps": 400}
         for model, of_model in models.items()
         for state, more in states.items()
         for k in kinds.ROWS
-        for t in (kinds.TEMPERATURES if k in kinds.SAMPLED_ROWS else (0.0,))
         for n, kind in enumerate(kinds.PROMPTS)
     ]
     facts = {"command": "c", "where": "a processor, 2 cores, 1 threads, commit 0123456789ab, A and B"}
@@ -173,7 +172,6 @@ def test_s_by_rows_and_kind_of_text_stands_beside_the_cost_of_rows(tmp_path, mon
     assert f"\n| 4 | 1.31 / 1.64 | 2.62 / 3.28 | {steps['1.5B']:.2f} | {steps['own']:.2f} |\n" in text
     assert re.search(r" four rows cost \d\.\d\d \(1\.5B\), .*, drafting included\.\n", text)
     assert "\n| coding | 1.06 / 1.33 | 2.12 / 2.65 |\n" in text
-    assert "\n| T = 0.7 | 1.31 / 1.64 | 2.62 / 3.28 |\n" in text
     for row in re.findall(r"^\|.*\|$", text, re.M):
         assert row.count("|") <= 8
         assert len(row) < 150
