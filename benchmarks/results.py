@@ -53,7 +53,7 @@ METHODS = ("prompt-lookup", PAPERS, "adaptive")
 #: fewer.
 #: These and all other minutes are those of records on two cores of an EPYC with AVX512-VNNI.
 STUDY = {
-    "ablation": (2.5, 0.5),
+    "ablation": (2.5, 0.25),
     "sampling-quality": (2.5, 0.5),
     "attention": (1.25, 0.35),
     "end-to-end": (1.25, 0.4),

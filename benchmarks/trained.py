@@ -175,7 +175,7 @@ class Measurement:
         self.eagle = cache(lambda: Eagle.load(args.eagle, self.llm.model))
         self.datastore = cache(lambda: datastore(self.llm, args.text))
         self.assisted = cache(lambda: DraftModel(args.model))
-        self._plain = dict[str, list[int]]()
+        self._plain = dict[tuple[str, str], list[int]]()
         self.methods: dict[str, Callable[[int], Drafter]] = {
             "adaptive": lambda rows: Adaptive(rows=rows),
             "adaptive with head": lambda rows: Adaptive(rows=rows, head="auto"),
@@ -198,9 +198,10 @@ class Measurement:
         if method == DRAFT_MODEL:
             plain, drafted = self.assisted().decode(ids, rows, new_tokens)
         else:
-            if prompt.id not in self._plain:
-                self._plain[prompt.id] = self._decode(ids, Plain(), new_tokens).tokens
-            plain, drafted = self._plain[prompt.id], self._decode(ids, self.methods[method](rows), new_tokens)
+            key = prompt.workload, prompt.id
+            if key not in self._plain:
+                self._plain[key] = self._decode(ids, Plain(), new_tokens).tokens
+            plain, drafted = self._plain[key], self._decode(ids, self.methods[method](rows), new_tokens)
         if plain != drafted.tokens:
             raise SystemExit(f"{method}, {rows} rows: the text of {prompt.id} differs from plain decoding")
         return drafted
