@@ -281,13 +281,16 @@ def test_results_of_other_weights_and_lengths_are_measured_again(monkeypatch, tm
 
 
 @pytest.fixture
-def measurement(llm, monkeypatch):
-    """Prompt lookup on the tiny model, for a prompt that repeats itself."""
+def measurement(monkeypatch):
+    """Prompt lookup on a model whose text repeats seven tokens on every processor: 6 0 1 2 3 4 5, 6 0 ...
+
+    The first 5 of the text was followed by a 9 in the prompt, so one draft is wrong.
+    """
     made = object.__new__(trained.Measurement)
-    made.llm = llm
+    made.llm = lookahead.LLM(FakeModel(next_token=lambda prefix: len(prefix) % 7))
     made._plain = {}
     made.methods = {"prompt lookup": lambda rows: PromptLookup(max_drafted=rows - 1)}
-    monkeypatch.setattr(type(llm), "encode", lambda *given: [5, 9, 5, 9, 5, 9])
+    monkeypatch.setattr(lookahead.LLM, "encode", lambda *given: [5, 9, 5, 9, 5, 9])
     return made
 
 
