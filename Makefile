@@ -34,7 +34,7 @@ help:
 	@echo "                    (DATA=folder of data sets, LIMIT=prompts of each)"
 	@echo "make peers          install what make results compares with, except vLLM (make vllm): llama.cpp, compiled here, OpenVINO"
 	@echo "make larger         bring a larger model for make results, 0.5B in Q4_K_M"
-	@echo "make drafters       train drafters (over an hour); make results then compares with them"
+	@echo "make drafters       train drafters (over an hour), for python -m benchmarks.trained"
 	@echo "make corpus         write the answers of the package's corpus again, and compare (hours; brings two larger models)"
 	@echo "make gpu-check      measure everything that needs a GPU, in ten minutes, and write one page"
 
@@ -117,7 +117,7 @@ $(PEERS)/.ready: $(READY)
 	cp $(LLAMACPP_SOURCE)/PKG-INFO $(PEERS)/packages/llama_cpp_python-0.3.36.dist-info/METADATA
 	@touch $@
 
-# The trained drafters that `make results` compares with: a million tokens of the model's own text, Medusa heads and an
+# The trained drafters of `python -m benchmarks.trained`: a million tokens of the model's own text, Medusa heads and an
 # EAGLE-style layer. The heads and the layer see the first half of the text once: half an epoch of all of it would train as long, but its
 # hidden states take twice the time. Over an hour on two cores. An interrupted run continues with the text and states that are there.
 TRAINING := build/training

@@ -19,10 +19,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 RESULTS = DOCS / "results"
 PLAIN, DEFAULT, FIXED, PAPERS = "plain", "adaptive", "adaptive:rows=4", "lookahead:15,5,15"
 NO_TABLE, FIXED_NO_TABLE = (f"{name}:sources=suffix+logits+jacobi" for name in (DEFAULT, FIXED))
-#: Beginnings of methods with a table of ``lookahead learn``; its file follows.
-LEARNED, FIXED_LEARNED = (f"{name}:table=" for name in (DEFAULT, FIXED))
 #: What the default starts with -> its method.
-STATES = {"without a table": NO_TABLE, "the default": DEFAULT, "after `learn`": LEARNED}
+STATES = {"without a table": NO_TABLE, "the default": DEFAULT}
 #: Kinds of text -> their data sets.
 KINDS = {"prose": ("mt-bench",), "code": ("humaneval", "mbpp", "classeval")}
 #: The size of a model in its file's name.
@@ -34,9 +32,7 @@ NAMES = {
     DEFAULT: "**the default**",
     FIXED: "four rows in every step",
     NO_TABLE: "the default, without a table",
-    LEARNED: "the default, after `lookahead learn`",
     FIXED_NO_TABLE: "four rows, without a table",
-    FIXED_LEARNED: "four rows, after `lookahead learn`",
     PAPERS: "the paper's (15, 5, 15)",
     LLAMA_SERVER: "llama.cpp",
     "adaptive:head=auto": "with the light head",
@@ -49,14 +45,8 @@ NAMES = {
 }
 
 
-def without_file(method: str) -> str:
-    """The name of a method without the file of its table, as in ``LEARNED``."""
-    return re.sub(r"(?<=:table=).*", "", method)
-
-
 def name_of(method: str) -> str:
     """The name of a method in tables."""
-    method = without_file(method)
     head, _, rest = method.partition(":")
     file, _, mode = rest.partition(":")
     kind = [suffix[1:] for suffix in Path(file).suffixes[-2:-1]]
@@ -104,19 +94,12 @@ class Measured:
         self._records: list[Record] = [record for record in records if "skipped" not in record]
         self._plain = plain_of(self._records)
         self.methods = list(dict.fromkeys(record["method"] for record in self._records))
-        self._named = {without_file(method): method for method in self.methods}
         self.model = re.sub(r"\.gguf$", "", self._records[0]["model"])
-        # The default drafter; where it was not measured, the default without a base table.
-        self.default = DEFAULT if DEFAULT in self.methods else NO_TABLE
 
     def of(self, method: str, sets: Sequence[str] = ()) -> Figures:
         """Figures of a method over these data sets, or over all."""
         own = [x for x in self._records if x["method"] == method and (not sets or x["workload"] in sets)]
         return figures(own, self._plain)
-
-    def in_state(self, name: str, sets: Sequence[str]) -> Figures | None:
-        """Figures of the default in one of ``STATES``; None if they were not measured."""
-        return self.of(self._named[STATES[name]], sets) if STATES[name] in self._named else None
 
     def best_of_llama_cpp(self, sets: Sequence[str], drafts: bool | None = None) -> Figures:
         """Figures of the fastest of llama.cpp's files and modes on these data sets.

@@ -43,7 +43,6 @@ from .measured import (
 from .paper import ablation, committed, end_to_end, scaling_law
 from .report import markdown_table
 from .text import largest_gap, runs, versions
-from .trained import ABOUT
 
 ROOT = DOCS.parent
 QUESTIONS = Path(__file__).parent / "questions"
@@ -98,7 +97,7 @@ def speed_chart() -> tuple[str, str]:
     for size, own in models.items():
         for kind, sets in KINDS.items():
             three = (
-                ("the default" if own.default == DEFAULT else name_of(NO_TABLE), own.of(own.default, sets)),
+                ("the default", own.of(DEFAULT, sets)),
                 ("plain decoding", own.of(PLAIN, sets)),
                 ("llama.cpp at its best", own.best_of_llama_cpp(sets)),
             )
@@ -118,25 +117,21 @@ def speed_figures() -> dict[str, float]:
     own = next(iter(shown_models().values()))
     found = {}
     for kind, sets in KINDS.items():
-        found[kind] = own.of(own.default, sets).total
+        found[kind] = own.of(DEFAULT, sets).total
         found[f"{kind}_theirs"] = found[kind] / own.best_of_llama_cpp(sets).total
     return found
 
 
 def states_table() -> str:
-    """Times plain decoding by model, kind of text and table, with S of the same run; llama.cpp's two best beside it.
-
-    A column that no model has records of is left out.
-    """
-    states = [name for name in STATES if any(own.in_state(name, ()) for own in shown_models().values())]
+    """Times plain decoding by model, kind of text and table, with S of the same run, and llama.cpp's two best."""
     lines = []
     for size, own in shown_models().items():
         for kind, sets in KINDS.items():
-            found = [own.in_state(name, sets) for name in states]
-            cells = [f"{x.total:.2f} ×, S {x.s_steps:.2f}" if x else "–" for x in found]
+            found = [own.of(method, sets) for method in STATES.values()]
+            cells = [f"{x.total:.2f} ×, S {x.s_steps:.2f}" for x in found]
             theirs = [f"{own.best_of_llama_cpp(sets, drafts).total:.2f} ×" for drafts in (False, True)]
             lines.append([f"{size}, {kind}", *cells, ", ".join(theirs)])
-    return table(["", *states, "llama.cpp: plain, n-grams"], lines)
+    return table(["", *STATES, "llama.cpp: plain, n-grams"], lines)
 
 
 def speed() -> Values:
@@ -182,7 +177,6 @@ def speed() -> Values:
         "svg": svg,
         "alt": alt,
         "model": first.model,
-        "told": "the default" if first.default == DEFAULT else "the default without a base table",
         **{name: f"{value:.2f}" for name, value in speed_figures().items()},
         "states": states_table(),
         "models": "\n\n".join(parts),
@@ -314,9 +308,8 @@ def same_text() -> Values:
     }
 
 
-#: Measurements that need programs or weights that not everybody has: the referee on several engines, and trained
-#: drafters. Their sections are left out before they were made.
-REFEREE, TRAINED = "text", "trained"
+#: The referee on several engines, which not everybody has; its section is left out before it was made.
+REFEREE = "text"
 
 
 def engines_section() -> str:
@@ -411,35 +404,7 @@ def s_by_rows() -> Values:
         "by_kind": table(["4 rows", *heads], by_kind),
         "prompts": line["prompts"],
         "tokens": facts_of("kinds")["new_tokens"],
-        "trained": trained_section(),
     }
-
-
-def trained_section() -> str:
-    """S of trained drafters at equal rows; nothing before they were measured."""
-    if not (RESULTS / f"{TRAINED}.json").is_file():
-        return ""
-    lines = figures_of(TRAINED)
-    counts = sorted({x["rows"] for x in lines})
-    found = {(x["workload"], x["method"], x["rows"]): x for x in lines}
-    names = {
-        method: ABOUT[method][0]
-        .replace("adaptive, `head=auto`", "with the light head")
-        .replace("adaptive, ", "")
-        for method in dict.fromkeys(x["method"] for x in lines)
-    }
-    values = {
-        kind: table(
-            [kind, *(f"{k} rows" for k in counts)],
-            [
-                [name, *(f"{found[kind, x, k]['s']:.2f}" if (kind, x, k) in found else "–" for k in counts)]
-                for x, name in names.items()
-            ],
-        )
-        for kind in KINDS
-    }
-    words = (QUESTIONS / "trained.txt").read_text(encoding="utf-8").strip()
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], words)
 
 
 def paper() -> Values:
@@ -878,9 +843,8 @@ def shown_on(name: str) -> list[str]:
     more = [own.name for own in shown_models().values()] if name == "speed" else []
     if name == "sources":
         more = corpus_pages()
-    for page, measurement in (("same-text", REFEREE), ("s-by-rows", TRAINED)):
-        if name == page and (RESULTS / f"{measurement}.json").is_file():
-            more = [measurement]
+    if name == "same-text" and (RESULTS / f"{REFEREE}.json").is_file():
+        more = [REFEREE]
     return list(dict.fromkeys([*more, *PAGES[name][1]]))
 
 
@@ -923,41 +887,24 @@ def readme_blocks(chinese: bool = False) -> dict[str, str]:
     own = next(iter(shown_models().values()))
     machine, commit = made(facts_of(own.name))
     prose, prose_theirs, code, code_theirs = (f"{value:.2f}" for value in speed_figures().values())
-    # Times plain on each kind of text, without a table, with it and after `learn`; empty if they were not measured.
-    cold, counted, learned = (
-        [f"{x.total:.2f}" for sets in KINDS.values() if (x := own.in_state(state, sets))] for state in STATES
-    )
-    no_more = all(float(after) <= float(before) for before, after in zip(counted, learned, strict=False))
+    prose_cold, code_cold = (f"{own.of(NO_TABLE, sets).total:.2f}" for sets in KINDS.values())
     if chinese:
-        told = own.model + ("" if own.default == DEFAULT else "，没有基础表")
         machine = machine.replace(" cores", " 核")
         first = (
-            f"使用 {told}：**散文是普通解码的 {prose} 倍，代码是 {code} 倍**，"
+            f"使用 {own.model}：**散文是普通解码的 {prose} 倍，代码是 {code} 倍**，"
             "无需训练（首次使用时，后台会统计一张模型常写内容的表），"
             f"相对 llama.cpp 最快时是 {prose_theirs} 和 {code_theirs} 倍（{machine}，commit {commit}，"
-            "[全部模型和方法](docs/results/speed.md)）。"
+            f"[全部模型和方法](docs/results/speed.md)）。\n没有表时是 {prose_cold} 和 {code_cold} 倍。"
         )
-        also = [f"没有表时是 {' 和 '.join(cold)} 倍"] if cold else []
-        ten = "改用 `lookahead learn` 十分钟做出的表，是"
-        also += [f"{ten} {' 和 '.join(learned)} 倍" + "，并不更快" * no_more] if learned else []
-        first += f"\n{'；'.join(also)}。" if also else ""
         words, comma, default = ("启动", "内存", "首次使用"), "，", "默认模型"
     else:
-        told = own.model + ("" if own.default == DEFAULT else ", without a base table")
         first = (
-            f"With {told}: **{prose} times plain decoding on prose, {code} on code**, with nothing to train (a "
+            f"With {own.model}: **{prose} times plain decoding on prose, {code} on code**, with nothing to train (a "
             f"table of what models write is counted in the background at the first use), and {prose_theirs} and "
             f"{code_theirs} times llama.cpp at its best ({machine}, commit {commit}, "
-            "[all models and methods](docs/results/speed.md))."
+            "[all models and methods](docs/results/speed.md)).\n"
+            f"Without a table, it is {prose_cold} and {code_cold} times plain decoding."
         )
-        also = [f"Without a table, it is {' and '.join(cold)} times plain decoding"] if cold else []
-        ten = "with one that `lookahead learn` makes in ten minutes instead"
-        also += (
-            [f"{ten}, {' and '.join(learned)} times" + ": no gain over the counted one" * no_more]
-            if learned
-            else []
-        )
-        first += f"\n{'; '.join(also)}." if also else ""
         words, comma, default = ("start", "memory", "first use"), ", ", "the default model"
     lines = []
     for name, cells in startup_cells().items():

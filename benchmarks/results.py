@@ -83,12 +83,8 @@ FASTEST, FASTEST_DEFAULT = "fastest", "fastest-default"
 NO_TABLE = measured.NO_TABLE
 #: How each prompt of README's chart is decoded: five prompts of each set, in two runs, take 15 minutes with 1.5B.
 SPEED_SETS, SPEED_PROMPTS, SPEED_RUNS, SPEED_TOKENS = ("mt-bench", "humaneval"), 5, 2, 96
-#: Folder of tables of ``lookahead learn MODEL --minutes 10 --output FILE``, by the model's size.
-LEARNED = Path("build/learned")
 #: Data sets of llama.cpp's own examples.
 EXAMPLES = ("stdlib", "humaneval", "mt-bench")
-#: Weights of the trained drafters.
-TRAINED = ("build/medusa.safetensors", "build/eagle.safetensors")
 #: Library code on which only some pages depend -> their names, or the programs that make them. No page depends on the
 #: report, which is made again from records. Pages that time a start run one command, and import all.
 _STARTS = ("startup", "packed_step")
@@ -104,7 +100,7 @@ USED_BY = {
     "src/lookahead/integrations/llm_plugin.py": (),
     "src/lookahead/server/*": ("serve", "text"),
     "src/lookahead/integrations/ray_serve.py": (),
-    "src/lookahead/learning/*": ("trained", "kinds", "corpus.measure"),
+    "src/lookahead/learning/*": ("kinds", "corpus.measure"),
     "src/lookahead/parallel/*": ("parallel",),
     "src/lookahead/hf/attention/*triton.py": (),
     "src/lookahead/referee/*": ("text",),
@@ -142,7 +138,6 @@ FOR_SOME = {
     "packed_step": ("step.py",),
     "llamacpp_examples": ("servers.py", "llamacpp_server.py", "llamacpp_build.py", "outcomes.py"),
     "vllm": ("vllm_run.py", "chain_s.py"),
-    "trained": ("drafters/*", "peers.py"),
     "kinds": ("kinds.toml",),
 }
 #: A folder with a Python that has vLLM and this package; the file that `make vllm` writes last is in it.
@@ -152,7 +147,7 @@ VLLM_READY = VLLM / ".ready"
 UNTIMED = (
     *("kinds", "corpus-1.5b", "corpus-0.5b", "corpus-135m", "packed-accuracy", "dynamics", "pass-rate"),
     *("ablation", "sampling-quality", "attention", "end-to-end", "scaling-law", "parallel"),
-    *("text", "adaptive-credit", "trained"),
+    *("text", "adaptive-credit"),
 )
 #: Beginnings of the names of other libraries' methods.
 PEERS = ("llamacpp", "openvino", "hf")
@@ -329,7 +324,6 @@ class Sources:
     limit: int  # prompts of each data set
     model: Path | None = None  # the default model's file
     llamacpp_bin: Path | None = None  # folder of llama.cpp's programs
-    text: Path = Path("build/text")  # the model's own output, for the datastore of REST
     models: tuple[Path, ...] = ()  # larger models for README's chart
 
     @property
@@ -435,17 +429,11 @@ def steps(given: Sources) -> list[Step]:
         words = ["--llamacpp", given.llamacpp_bin / "llama-server"] if given.llamacpp_bin is not None else []
         words += ["--vllm", VLLM / "bin" / "python"] if (ROOT / VLLM_READY).is_file() else []
         plan("text", 10, "text", "--threads", 1, *words)
-    # The paper's results and trained drafters, which take long.
+    # The paper's results, which take long.
     for name, (share, minutes) in STUDY.items():
         prompts = max(1, int(share * limit))
         words = [name, *data, "--limit", prompts, *STUDY_OPTIONS.get(name, ())]
         plan(name, minutes * prompts, "paper", *words, "--records", f"build/results/{name}")
-    missing = [str(path) for path in (*TRAINED, given.text) if not (ROOT / path).exists()]
-    if missing:
-        _left_out("trained", why=f"{' and '.join(missing)} must exist; `make drafters` makes them")
-    else:
-        words = ["--text", given.text, "--rows", "4,8,16,64", "--prompts", limit]
-        plan("trained", 3.9 * limit, "trained", *data, *words)
     return planned
 
 
@@ -516,15 +504,10 @@ def _packed(given: Sources) -> list[Step]:
 def _speed(given: Sources, file: Path) -> Step:
     """A model on prose and code: plain, the default and four rows, and llama.cpp in its fastest files and modes.
 
-    Ours are measured without a table, with the default's, and with that of ``lookahead learn`` if it is there.
+    Ours are measured without a table and with the default's.
     """
     size = measured.size_of(file)
     minutes = 0.011 * measured.millions(size) + 1.5
-    learned = _learned(file)
-    is_there = (ROOT / learned).is_file()
-    if not is_there:
-        made = f"`lookahead learn {file.name} --minutes 10 --output {learned}` makes its table"
-        _left_out(f"speed-{size.lower()} after learning", why=made)
     q4_0 = Path(f"build/results/{_stem(file)}.Q4_0.gguf")  # made here, or before
     if find_spec("llama_cpp") is not None:
         q4_0 = _converted(file, "Q4_0")
@@ -532,14 +515,10 @@ def _speed(given: Sources, file: Path) -> Step:
         q4_0 = _linked(file)
     file = _linked(file)  # records must not reveal this machine's folders
     servers = [f"{LLAMA_SERVER}:{file}", f"{LLAMA_SERVER}:{q4_0}", f"{LLAMA_SERVER}:{q4_0}:{FASTEST}"]
-    once = [measured.FIXED_NO_TABLE]  # their S, which one run gives, says what a table adds at equal rows
-    methods = [NO_TABLE, measured.DEFAULT, measured.FIXED]
-    if is_there:
-        once.append(f"{measured.FIXED_LEARNED}{learned}")
-        methods.insert(2, f"{measured.LEARNED}{learned}")
-    methods += [*once, *dict.fromkeys(servers)]
+    once = measured.FIXED_NO_TABLE  # its S, which one run gives, says what a table adds at equal rows
+    methods = [NO_TABLE, measured.DEFAULT, measured.FIXED, once, *dict.fromkeys(servers)]
     words = _beside(file, SPEED_SETS, given, SPEED_PROMPTS, SPEED_RUNS, methods)
-    words += ["--max-new-tokens", str(SPEED_TOKENS), *(part for name in once for part in ("--once", name))]
+    words += ["--max-new-tokens", str(SPEED_TOKENS), "--once", once]
     return _to_records(f"speed-{size.lower()}", words, minutes)
 
 
@@ -564,11 +543,6 @@ def _to_records(name: str, words: Sequence[str], minutes: float) -> Step:
     """A page of ``side_by_side``."""
     words = ("-m", "benchmarks.side_by_side", *words, "--out", f"build/results/{name}")
     return Step(name, tuple(words), minutes)
-
-
-def _learned(model: Path) -> Path:
-    """The table that ``lookahead learn`` made of a model; it need not exist."""
-    return LEARNED / f"{measured.size_of(model).lower()}.safetensors"
 
 
 def _converted(model: Path, kind: str) -> Path:
@@ -618,12 +592,6 @@ def main(words: Sequence[str] | None = None) -> int | str:
     parser.add_argument("--only", default="", metavar="NAME", help="measurements whose names begin so")
     parser.add_argument("--llamacpp-bin", type=Path, help="folder of llama.cpp's programs")
     parser.add_argument(
-        "--text",
-        type=Path,
-        default=Sources.text,
-        help="the model's own output, for the page of trained drafters",
-    )
-    parser.add_argument(
         "--model",
         type=Path,
         action="append",
@@ -653,7 +621,7 @@ def main(words: Sequence[str] | None = None) -> int | str:
             if not file.is_file():
                 parser.error(f"--model must be a GGUF file, {file} does not exist")
         models = tuple(given.model)
-        found = Sources(given.data, given.limit, default_file(), given.llamacpp_bin, given.text, models)
+        found = Sources(given.data, given.limit, default_file(), given.llamacpp_bin, models)
         failed = measure(found, given.only)
     for path in beside():  # the report may have changed
         name = path.name.removesuffix(".jsonl.gz")

@@ -49,23 +49,22 @@ from .report import markdown_table
 OPEN = ("writing", "roleplay", "humanities", "stem")
 #: The paper's window, n-gram and candidates for a number of rows, (W + G)(N - 1).
 PAPER = {4: (1, 3, 1), 8: (2, 3, 2), 16: (4, 3, 4), 64: (8, 5, 8)}
-#: Fields that identify a result in the records; a page may be written at a later commit, and without the files.
-KEYS = ("model", "dtype", "prompts", "new_tokens", "workload", "method", "rows")
-MEASURED_KEYS = (*KEYS, "commit", "weights", "reads")
-#: Method -> (name, what it reads, S on Spec-Bench as published for Vicuna-7B; see ``SOURCES``).
+#: Fields that identify a result in the records.
+KEYS = ("model", "dtype", "prompts", "new_tokens", "workload", "method", "rows", "commit", "weights", "reads")
+#: Method -> (name, what it reads).
 ABOUT = {
-    "adaptive": ("adaptive, the default", "the text, base table", "-"),
-    "adaptive with head": ("adaptive, `head=auto`", "the text, base table, light head (3.0M numbers)", "-"),
-    "static tree": ("static tree, SpecInfer's form", "the same light head alone", "not listed"),
-    "eagle": ("EAGLE-style layer", "one decoder layer (3.8M)", "EAGLE 3.58, EAGLE-2 4.34"),
-    "medusa": ("Medusa-1", "three heads (15.2M)", "2.31"),
-    "rest": ("REST", "datastore: own text, Python's standard library", "1.82"),
-    "prompt lookup": ("prompt lookup", "the text", "1.75"),
-    "lookahead": ("the paper's lookahead", "its window and n-grams", "1.64"),
+    "adaptive": ("adaptive, the default", "the text, base table"),
+    "adaptive with head": ("adaptive, `head=auto`", "the text, base table, light head (3.0M numbers)"),
+    "static tree": ("static tree, SpecInfer's form", "the same light head alone"),
+    "eagle": ("EAGLE-style layer", "one decoder layer (3.8M)"),
+    "medusa": ("Medusa-1", "three heads (15.2M)"),
+    "rest": ("REST", "datastore: own text, Python's standard library"),
+    "prompt lookup": ("prompt lookup", "the text"),
+    "lookahead": ("the paper's lookahead", "its window and n-grams"),
+    # SmolLM2-135M has no smaller sibling.
     "draft model": (
         "transformers' assisted generation",
-        "a copy with a third of the layers",
-        "2.28 (a 68M model)",
+        "a copy with a third of the layers, not trained further",
     ),
 }
 #: Methods with trained weights.
@@ -73,36 +72,6 @@ WEIGHTED = ("adaptive with head", "static tree", "eagle", "medusa")
 #: The method that decodes in transformers' loop, and its largest number of rows: 63 drafted tokens take 63 passes.
 DRAFT_MODEL = "draft model"
 MOST_CHAIN = 8
-#: Where the published figures come from, and the papers of the methods.
-SOURCES = (
-    "Published S: mean accepted tokens per step of Vicuna-7B-v1.3 on an A100, greedy, from Spec-Bench's "
-    "[leaderboard](https://github.com/hemingkx/Spec-Bench/blob/fd2c1cd/Leaderboard.md) of April 2025 (commit "
-    "fd2c1cd), for EAGLE ([arXiv 2401.15077](https://arxiv.org/abs/2401.15077)), EAGLE-2 "
-    "([2406.16858](https://arxiv.org/abs/2406.16858)), Medusa ([2401.10774](https://arxiv.org/abs/2401.10774)), REST "
-    "([2311.08252](https://arxiv.org/abs/2311.08252)), [prompt "
-    "lookup](https://github.com/apoorvumang/prompt-lookup-decoding), lookahead "
-    "([2402.02057](https://arxiv.org/abs/2402.02057)) and assisted generation, there with a draft model of 68M "
-    "parameters. SpecInfer is not listed."
-)
-#: Why the published figures differ from this page's.
-DIFFERENCES = (
-    "The published figures are of Vicuna-7B on all of Spec-Bench, where much text is copied from the prompt "
-    "(summaries, retrieval), with about 64 rows for trees. Those heads saw some 60,000 conversations and guess "
-    "the whole vocabulary; ours saw the model's own text only, were trained for minutes (see the table), and guess "
-    "the tokens of a shortlist. The static tree shows what the same light head gives without the calibrated tree and "
-    "the other sources.",
-    "Our trained heads do not have equal amounts of training: the table has the tokens and epochs of each. Its times "
-    "are those of the training alone, without generating the text and computing its hidden states, which all of them "
-    "share. Longer training would raise the EAGLE-style layer and Medusa-1: in [an earlier training on as much "
-    "text](../../dev/LOG.md#2026-11-24-trained-and-retrieval-based-drafters-at-equal-rows), the losses of both were "
-    "still falling at the end.",
-    "The EAGLE-style layer sees the completion only, because a prefill returns no hidden states of the prompt, and "
-    "its tree has a fixed shape, as in EAGLE-1. EAGLE-2 chooses its tree by the layer's confidence.",
-    "SmolLM2-135M has no smaller sibling, so the draft model of transformers' assisted generation is a copy of the "
-    "model with the first third of its layers, not trained further. It shows the cost of a draft model of this size, "
-    "not what a trained one guesses. It drafts a chain, one pass for each token, so it is not measured beyond "
-    f"{MOST_CHAIN} rows.",
-)
 
 
 def prompts_of(data: Path, size: int) -> dict[str, list[Any]]:
@@ -164,9 +133,8 @@ class Measurement:
         self.llm = lookahead.load(args.model)
         head = find_head(self.llm.model.shape.name)
         files = {"adaptive with head": head, "static tree": head, "eagle": args.eagle, "medusa": args.medusa}
-        if not args.page_only:
-            require_weights({method: files[method] for method in args.methods if method in WEIGHTED})
-        reads = {} if args.page_only else reads_of(self.llm, args.text)
+        require_weights({method: files[method] for method in args.methods if method in WEIGHTED})
+        reads = reads_of(self.llm, args.text)
         self.weights = {
             method: {**weights_of(files.get(method)), "reads": reads.get(method, "")}
             for method in args.methods
@@ -268,17 +236,16 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     measurement = Measurement(args)
     about = {**environment(), "model": measurement.llm.name, "dtype": measurement.llm.dtype}
     about["new_tokens"] = args.new_tokens
-    keys = KEYS if args.page_only else MEASURED_KEYS
     records = read_records(args.records, "s", "method")
-    known = {tuple(line.get(key) for key in keys): line for line in records}
+    known = {tuple(line.get(key) for key in KEYS): line for line in records}
     prompts = prompts_of(args.data, args.prompts)
     lines = []
     for rows, workload, method in product(args.rows, prompts, args.methods):
         line = {**about, "prompts": args.prompts, "workload": workload, "method": method, "rows": rows}
         line |= measurement.weights[method]
-        done = known.get(tuple(line.get(key) for key in keys))
-        if done is not None or args.page_only:
-            lines += [done] if done is not None else []
+        done = known.get(tuple(line.get(key) for key in KEYS))
+        if done is not None:
+            lines.append(done)
             continue
         if method == DRAFT_MODEL and rows > MOST_CHAIN:
             continue
@@ -305,10 +272,9 @@ def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
     trained = {line["method"]: line.get("training") for line in lines}
     methods = []
     for method in args.methods:
-        name, reads, published = ABOUT[method]
         training = (trained.get(method) or "-") if method in WEIGHTED else "none"
-        methods.append([name, reads, training, published])
-    heads = ["method", "reads", "training", "published S"]
+        methods.append([*ABOUT[method], training])
+    heads = ["method", "reads", "training"]
     shapes = ", ".join(str(PAPER[rows]) for rows in args.rows)
     text = [
         f"Greedy, {args.new_tokens} tokens, {args.prompts} open questions of MT-Bench and "
@@ -317,9 +283,9 @@ def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
         "generation (fp32); every text equals plain decoding. A "
         f"step has at most so many rows; the paper's lookahead has (W, N, G) = {shapes}.",
         "",
-        markdown_table(heads, methods, texts=4),
+        markdown_table(heads, methods, texts=3),
         "",
-        f"All heads were trained on the model's own output. {SOURCES}",
+        "All heads were trained on the model's own output.",
         "",
     ]
     for workload, title in (("prose", "Open questions"), ("code", "Code")):
@@ -330,7 +296,7 @@ def body(lines: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
             table.append([ABOUT[method][0], *cells])
         heads = ["method", *(f"{rows} rows" for rows in args.rows)]
         text += [f"## {title}", "", markdown_table(heads, table, texts=1), ""]
-    return [*text, "## Beside the published figures", "", "\n\n".join(DIFFERENCES)]
+    return text
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -341,13 +307,12 @@ def main(words: Sequence[str] | None = None) -> None:
     add("--text", type=Path, required=True)
     add("--medusa", type=Path, default=Path("build/medusa.safetensors"))
     add("--eagle", type=Path, default=Path("build/eagle.safetensors"))
-    add("--page-only", action="store_true", help="write the page from the records; measure nothing")
     add("--prompts", type=int, default=12, help="open questions; 7/12 as many functions")
     add("--rows", type=lambda text: [int(k) for k in text.split(",")], default=[4, 8, 16, 64])
     add("--methods", type=lambda text: text.split(","), default=list(ABOUT))
     add("--new-tokens", type=int, default=128)
     add("--records", type=Path, default=Path("build/results/trained.jsonl"))
-    add("--out", type=Path, default=Path("docs/results/trained"))
+    add("--out", type=Path, default=Path("build/results/trained"))
     args = parser.parse_args(words)
     for option, given, known in (("--methods", args.methods, ABOUT), ("--rows", args.rows, PAPER)):
         unknown = [each for each in given if each not in known]
@@ -359,10 +324,6 @@ def main(words: Sequence[str] | None = None) -> None:
         require_one_origin(lines)
     except LookaheadError as error:
         raise SystemExit(f"error: {error}") from None
-    if not lines:
-        raise SystemExit(
-            f"error: {args.records} must have records of these options for --page-only; measure first, without it"
-        )
     print(
         write_report(
             args.out,

@@ -241,7 +241,6 @@ def test_sequences_measured_with_other_settings_are_measured_again(monkeypatch, 
     [
         ({"new_tokens": 9}, True),
         ({"weights": "f0"}, True),
-        ({"weights": "f0", "page_only": True}, False),
         ({}, False),
     ],
     ids=str,
@@ -262,14 +261,7 @@ def test_results_of_other_weights_and_lengths_are_measured_again(monkeypatch, tm
 
     monkeypatch.setattr(trained, "environment", lambda: {"commit": "c"})
     monkeypatch.setattr(trained, "prompts_of", lambda *given: {"prose": ["a prompt"]})
-    given = {
-        "new_tokens": 8,
-        "weights": "e1",
-        "prompts": 1,
-        "rows": [4],
-        "methods": ["medusa"],
-        "page_only": False,
-    }
+    given = {"new_tokens": 8, "weights": "e1", "prompts": 1, "rows": [4], "methods": ["medusa"]}
     given |= {"data": tmp_path, "records": tmp_path / "r"}
     page = run(given)
     assert any("| three heads (15.2M) | 7 tokens |" in part for part in page)
@@ -365,7 +357,7 @@ def test_other_text_is_another_datastore(tmp_path, monkeypatch):
     assert first["adaptive"] == "t"
     (tmp_path / "part-000000.npz").write_text("more")
     assert trained.reads_of(None, tmp_path)["rest"] != first["rest"]
-    assert "reads" in trained.MEASURED_KEYS
+    assert "reads" in trained.KEYS
 
 
 def test_a_sampled_token_may_be_larger_than_all_best_tokens():
@@ -378,21 +370,9 @@ def test_a_sampled_token_may_be_larger_than_all_best_tokens():
     [
         (["--methods", "adaptive,medussa"], "--methods must be some of adaptive, .*, got medussa"),
         (["--rows", "4,5"], "--rows must be some of 4, 8, 16, 64, got 5"),
-        (
-            ["--page-only"],
-            "error: .*none.jsonl must have records of these options for --page-only; measure first",
-        ),
     ],
 )
-def test_what_the_page_of_trained_drafters_cannot_do_is_one_line(
-    words, message, tmp_path, monkeypatch, capsys
-):
-    llm = SimpleNamespace(name="a model", dtype="float32", model=FakeModel())
-    monkeypatch.setattr(trained.lookahead, "load", lambda path: llm)
-    monkeypatch.setattr(trained, "find_head", lambda model: None)
-    monkeypatch.setattr(trained, "prompts_of", lambda data, size: {"prose": []})
-    words = ["--data", "data", "--text", "text", "--records", str(tmp_path / "none.jsonl"), *words]
-    with pytest.raises(SystemExit) as ended:
-        trained.main(words)
-    said = capsys.readouterr().err.splitlines()[-1] if ended.value.code == 2 else ended.value.code
-    assert re.search(message, said)
+def test_an_unknown_method_or_number_of_rows_is_one_line(words, message, capsys):
+    with pytest.raises(SystemExit):
+        trained.main(["--data", "data", "--text", "text", *words])
+    assert re.search(message, capsys.readouterr().err.splitlines()[-1])

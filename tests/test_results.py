@@ -62,15 +62,12 @@ EVERY_PAGE += [
     "vllm",
     "text",
     *results.STUDY,
-    "trained",
 ]
 
 
 def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
-    learned = [results.LEARNED / f"{size}.safetensors" for size in ("1.5b", "0.5b", "135m")]
-    for weights in (*results.TRAINED, "build/text", results.VLLM_READY, *learned):
-        (tmp_path / weights).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / weights).touch()
+    (tmp_path / results.VLLM_READY).parent.mkdir(parents=True)
+    (tmp_path / results.VLLM_READY).touch()
     models = Path("build/models/Q-1.5B-Instruct.Q4_K_M.gguf"), Path("build/models/Q-0.5B.Q4_K_M.gguf")
     pages, printed = plan(
         ["llama_cpp", "openvino_genai", "nncf"], llamacpp_bin=tmp_path / "bin", models=models
@@ -95,14 +92,11 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
     assert " ".join(pages["speed-1.5b"].chosen()).endswith(
         "side_by_side build/results/Q-1.5B-Instruct.Q4_K_M.gguf --workload mt-bench --workload humaneval "
         f"--data {tmp_path}/data --limit 5 --repeats 2 --no-warm --method adaptive:sources=suffix+logits+jacobi "
-        "adaptive adaptive:table=build/learned/1.5b.safetensors adaptive:rows=4 "
-        "adaptive:rows=4:sources=suffix+logits+jacobi adaptive:rows=4:table=build/learned/1.5b.safetensors "
+        "adaptive adaptive:rows=4 adaptive:rows=4:sources=suffix+logits+jacobi "
         "llamacpp-server:build/results/Q-1.5B-Instruct.Q4_K_M.gguf "
         "llamacpp-server:build/results/Q-1.5B-Instruct.Q4_0.gguf "
         "llamacpp-server:build/results/Q-1.5B-Instruct.Q4_0.gguf:ngram-mod:6,2,8 --max-new-tokens 96 "
-        "--once adaptive:rows=4:sources=suffix+logits+jacobi "
-        "--once adaptive:rows=4:table=build/learned/1.5b.safetensors "
-        "--out build/results/speed-1.5b"
+        "--once adaptive:rows=4:sources=suffix+logits+jacobi --out build/results/speed-1.5b"
     )
     assert sum(pages[name].minutes for name in SPEED) < 30
     assert " ".join(pages["kinds"].words[1:]) == (
@@ -130,7 +124,6 @@ def test_the_plan_has_every_page_if_everything_is_installed(plan, tmp_path):
         pages, _ = plan(
             ["llama_cpp", "openvino_genai", "nncf"], limit=limit, llamacpp_bin=tmp_path / "bin", models=models
         )
-        pages.pop("trained", None)
         assert 90 < results.Pace().all(list(pages.values()), cores=2) < most
 
 
@@ -149,15 +142,6 @@ def test_the_plan_has_as_many_prompts_as_committed_records_must_have(plan, limit
         assert prompts * repeats >= (20 if name in TWENTY else 10), name
 
 
-def test_a_model_that_has_not_learned_is_measured_without_its_table(plan):
-    pages, printed = plan(["llama_cpp"], llamacpp_bin=Path("bin"))
-    assert "table=" not in " ".join(pages["speed-135m"].words)
-    assert (
-        "speed-135m after learning: left out; `lookahead learn SmolLM2-135M.Q4_1.gguf --minutes 10 --output "
-        "build/learned/135m.safetensors` makes its table\n"
-    ) in printed
-
-
 def test_what_the_plan_leaves_out_is_a_line(plan):
     pages, printed = plan(["llama_cpp"])
     assert list(pages) == [
@@ -169,7 +153,6 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
                 "bench-openvino",
                 "llamacpp-examples",
                 "vllm",
-                "trained",
                 "corpus-1.",
                 "corpus-0.",
             )
@@ -178,10 +161,6 @@ def test_what_the_plan_leaves_out_is_a_line(plan):
     assert "speed: left out; --llamacpp-bin must name the folder of llama.cpp's programs\n" in printed
     assert (
         "llamacpp-examples: left out; --llamacpp-bin must name the folder of llama.cpp's programs\n"
-        in printed
-    )
-    assert (
-        "trained: left out; build/medusa.safetensors and build/eagle.safetensors and build/text must"
         in printed
     )
     assert (
@@ -242,9 +221,8 @@ def test_a_page_is_made_once_by_a_commit_and_command(plan, tmp_path):
 
 
 def test_a_page_depends_on_its_own_programs_and_not_on_those_of_others(plan, tmp_path):
-    for weights in (*results.TRAINED, "build/text", results.VLLM_READY):
-        (tmp_path / weights).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / weights).touch()
+    (tmp_path / results.VLLM_READY).parent.mkdir(parents=True)
+    (tmp_path / results.VLLM_READY).touch()
     pages, _ = plan(["llama_cpp", "openvino_genai", "nncf"], llamacpp_bin=tmp_path / "bin")
     used = {name: step.sources() for name, step in pages.items()}
     assert {"src", "benchmarks/rows.py", "benchmarks/page.py", "benchmarks/datasets.py"} <= set(used["rows"])
