@@ -7,6 +7,7 @@ sentence, a chart, short tables. A function here gives the values for its {{plac
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import unescape
 from math import ceil
@@ -15,6 +16,7 @@ from statistics import fmean, median
 from typing import Any
 
 from . import chart, kinds, startup
+from .llamacpp_examples import SERVER
 from .measured import (
     DEFAULT,
     DOCS,
@@ -191,6 +193,14 @@ def speed() -> Values:
         "free_times": f"{free['all']['total']:.2f}",
         "bf16_model": bf16.model + elsewhere("bench-bf16", first.name),
         "bf16": table(["", "tokens/s", "times plain", "S", "equal"], beside),
+        **{
+            key: re.findall(r"--limit (\d+)", facts_of(page)["command"])[0]
+            for key, page in (
+                ("prompts", first.name),
+                ("packed_prompts", "bench-packed"),
+                ("bf16_prompts", "bench-bf16"),
+            )
+        },
     }
 
 
@@ -257,6 +267,23 @@ def row_cost() -> Values:
     }
 
 
+def drafted(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Engine -> its completions that were drafted and compared with its own plain ones.
+
+    The page of llama.cpp's programs has three engines: ours on llama.cpp, our CPU path, and llama.cpp's server.
+    """
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        method = record.get("method", PLAIN)
+        is_plain = method.startswith(PLAIN) or method.endswith((f", {PLAIN}", ", none"))
+        if record.get("equal") is None or is_plain or method.startswith("hf"):
+            continue
+        engine = "cpu" if ", CPU path," in method else record["path"]
+        engine = "llama.cpp's server" if method.startswith(SERVER) else engine
+        found.setdefault(engine, []).append(record)
+    return found
+
+
 def same_text() -> Values:
     lines = figures_of("exact")
     texts = [line for line in lines if "cost" not in line]
@@ -269,22 +296,22 @@ def same_text() -> Values:
             name = "exact=True" if exact else "ordinary bf16"
             bars.append((name, differ, f"{differ} of {count}", shade))
         groups.append((f"temperature {temperature:g}", bars))
-    rows, same, all_of_them = [], 0, 0
+    rows, ours, on_llama_cpp = [], Counter[bool](), Counter[bool]()
     for path in sorted((RESULTS / "records").glob("*.jsonl.gz")):
-        _, records = committed.read(path)
-        own = [
-            x
-            for x in records
-            if x.get("equal") is not None and not x.get("method", PLAIN).startswith((PLAIN, "hf"))
-        ]
-        if own:
-            good = sum(x["equal"] for x in own)
-            first = own[0]
+        for engine, each in drafted(committed.read(path)[1]).items():
+            equal = Counter(bool(x["equal"]) for x in each)
             rows.append(
-                [path.name.partition(".jsonl")[0], first["dtype"], first["path"], f"{good} of {len(own)}"]
+                [
+                    path.name.partition(".jsonl")[0],
+                    each[0]["dtype"],
+                    engine,
+                    f"{equal[True]} of {equal.total()}",
+                ]
             )
-            if first["path"] == "cpu":
-                same, all_of_them = same + good, all_of_them + len(own)
+            if engine == "cpu":
+                ours += equal
+            elif engine == "llama.cpp":
+                on_llama_cpp += equal
     cost = [
         [f"{x['cost']}, {x['dtype']}", f"{x['rates']['ordinary plain']:.1f}"]
         + [f"{x['rates'][f'exact {method}']:.1f}" for method in ("plain", "adaptive")]
@@ -298,8 +325,10 @@ def same_text() -> Values:
     return {
         "svg": chart.bars("Completions that drafting changed, bf16", groups, where("exact")),
         "alt": "; ".join(f"{heading}: {told(bars)}" for heading, bars in groups),
-        "equal": f"{same:,}",
-        "compared": f"{all_of_them:,}",
+        "equal": f"{ours[True]:,}",
+        "compared": f"{ours.total():,}",
+        "changed": on_llama_cpp[False],
+        "elsewhere": on_llama_cpp.total(),
         "records": table(["records", "weights", "path", "equal"], rows, texts=3),
         "cost": table(["", "plain", "exact, plain", "exact, drafted"], cost),
         "tests": table(["drafter", "passed", "every completion equal"], tests),
@@ -542,7 +571,12 @@ def start() -> Values:
         )
         for key, own in found.items()
     ]
-    ours = {what: median(values) for what, values in found["ours"].items()}
+    largest = max(
+        (key for key in found if key.startswith("ours, ")), key=lambda key: median(found[key]["memory"])
+    )
+    ours = {what: median(values) for what, values in found[largest].items()}
+    theirs = {what: median(values) for what, values in found[largest.replace("ours", "llama.cpp", 1)].items()}
+    small = {what: median(values) for what, values in found["ours"].items()}
     # llama.cpp caches nothing, so each of its uses is a first one.
     known = {
         key: own if key.startswith("ours") else {"first use": own["start"]} | own
@@ -552,9 +586,14 @@ def start() -> Values:
     return {
         "svg": chart.bars("Start: until a completion of one token has ended", [("", bars)], where("startup")),
         "alt": told(bars),
+        "model": names[largest].replace(", ", " (") + ")",
         "start": f"{ours['start']:.1f}",
-        "memory": f"{ours['memory']:.0f}",
         "first": f"{ours['first use']:.1f}",
+        "memory": f"{ours['memory']:.0f}",
+        "their_start": f"{theirs['start']:.1f}",
+        "their_memory": f"{theirs['memory']:.0f}",
+        "small_start": f"{small['start']:.1f}",
+        "small_memory": f"{small['memory']:.0f}",
         "table": table(["", *columns.values()], rows),
     }
 
@@ -591,7 +630,7 @@ def clients() -> Values:
         ]
         for x in figures_of("batch-size")
     ]
-    most, memory = counts[-1], facts_of("batch-size")["memory"]
+    memory = facts_of("batch-size")["memory"]
     heads = ["at once", "plain", "the default", "times plain", "S", "rows", "equal"]
     return {
         "svg": chart.lines("Tokens per second of all clients", "clients", "tokens/s", series, where("serve")),
@@ -599,9 +638,7 @@ def clients() -> Values:
             f"{name}: {', '.join(f'{y:.0f} with {x}' for x, y in each.items())}"
             for name, each in series.items()
         ),
-        "one": f"{gain[1]:.2f}",
-        "most": most,
-        "many": f"{gain[most]:.2f}",
+        "gains": ", ".join(f"{each:.2f} with {k}" for k, each in gain.items()),
         "table": table(["clients", *names.values(), "the default, times plain"], rows),
         "batches": table(heads, batches),
         "tokens": memory["tokens"],
