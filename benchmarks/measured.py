@@ -72,8 +72,23 @@ def made(facts: Mapping[str, Any]) -> tuple[str, str]:
     return (found[1], found[2][:7]) if found else ("–", "–")
 
 
-def where(name: str) -> str:
-    return "{}, commit {}".format(*made(facts_of(name)))
+#: The beginning of an instruction set's name -> what a page calls a processor that has it; the newest first.
+INSTRUCTIONS = {"amx": "AMX", "avx512": "AVX-512", "avx2": "AVX2"}
+
+
+def shown_machine(facts: Mapping[str, Any]) -> str:
+    """The machine of a measurement, with its newest instruction set alone."""
+    name, *others = made(facts)[0].split(", ")
+    name = name.replace("(R)", "").removesuffix(" Processor")
+    newest = (
+        next((shown for start, shown in INSTRUCTIONS.items() if start in others[-1]), "") if others else ""
+    )
+    return ", ".join([name, *others[:-1], newest or others[-1]]) if others else name
+
+
+def where(facts: Mapping[str, Any]) -> str:
+    """The machine and the commit of a measurement, for a chart."""
+    return f"{shown_machine(facts)}, commit {made(facts)[1]}"
 
 
 def times(x: Figures) -> str:

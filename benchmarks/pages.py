@@ -38,6 +38,7 @@ from .measured import (
     made,
     millions,
     name_of,
+    shown_machine,
     shown_models,
     times,
     where,
@@ -109,7 +110,7 @@ def speed_chart() -> tuple[str, str]:
                 for (name, x), shade in zip(three, shades, strict=True)
             ]
             groups.append((f"{size}, {kind}", bars))
-    machine = ", ".join(facts_of(next(iter(models.values())).name)["where"].split(", ")[:4])
+    machine = shown_machine(facts_of(next(iter(models.values())).name))
     drawn = chart.bars("Times plain decoding, and tokens per second", groups, machine)
     return drawn, "; ".join(f"{heading}: {told(bars)}" for heading, bars in groups)
 
@@ -252,7 +253,7 @@ def row_cost() -> Values:
             "rows of a step",
             "times a step of one row",
             series,
-            where("packed-step"),
+            where(facts_of("packed-step")),
         ),
         "alt": "; ".join(f"{name} {y[4]:.1f} at 4 rows, {y[16]:.1f} at 16" for name, y in series.items()),
         "four": f"{large['t']['4']['ours'] / one['ours']:.2f}",
@@ -323,7 +324,7 @@ def same_text() -> Values:
         for x in figures_of("pass-rate")
     ]
     return {
-        "svg": chart.bars("Completions that drafting changed, bf16", groups, where("exact")),
+        "svg": chart.bars("Completions that drafting changed, bf16", groups, where(facts_of("exact"))),
         "alt": "; ".join(f"{heading}: {told(bars)}" for heading, bars in groups),
         "equal": f"{ours[True]:,}",
         "compared": f"{ours.total():,}",
@@ -417,7 +418,7 @@ def s_by_rows() -> Values:
             "rows of a step",
             "S, tokens per step",
             series,
-            where("kinds"),
+            where(facts_of("kinds")),
         ),
         "alt": "; ".join(f"{name} {y[2]:.2f} to {y[kinds.ROWS[-1]]:.2f}" for name, y in series.items()),
         "largest": largest,
@@ -510,7 +511,7 @@ def paper() -> Values:
     )
     return {
         "svg": chart.bars(
-            "Table 3: S by setting (N, W, G), ours and the paper's", [("", bars)], where("ablation")
+            "Table 3: S by setting (N, W, G), ours and the paper's", [("", bars)], where(facts_of("ablation"))
         ),
         "alt": told(bars),
         "last": f"{ours[PAPERS]['s_steps']:.2f}",
@@ -584,7 +585,9 @@ def start() -> Values:
     }
     rows = [[names[key], *(own.get(what, "–") for what in columns)] for key, own in known.items()]
     return {
-        "svg": chart.bars("Start: until a completion of one token has ended", [("", bars)], where("startup")),
+        "svg": chart.bars(
+            "Start: until a completion of one token has ended", [("", bars)], where(facts_of("startup"))
+        ),
         "alt": told(bars),
         "model": names[largest].replace(", ", " (") + ")",
         "start": f"{ours['start']:.1f}",
@@ -633,7 +636,9 @@ def clients() -> Values:
     memory = facts_of("batch-size")["memory"]
     heads = ["at once", "plain", "the default", "times plain", "S", "rows", "equal"]
     return {
-        "svg": chart.lines("Tokens per second of all clients", "clients", "tokens/s", series, where("serve")),
+        "svg": chart.lines(
+            "Tokens per second of all clients", "clients", "tokens/s", series, where(facts_of("serve"))
+        ),
         "alt": "; ".join(
             f"{name}: {', '.join(f'{y:.0f} with {x}' for x, y in each.items())}"
             for name, each in series.items()
@@ -676,7 +681,7 @@ def sources() -> Values:
         "svg": chart.bars(
             "Accepted tokens per step, by source, at most 64 rows",
             groups,
-            "{}, commit {}".format(*made(credit)),
+            where(credit),
         ),
         "alt": "; ".join(f"{heading}: {told(bars)}" for heading, bars in groups),
         "best": kept[0],
@@ -777,7 +782,9 @@ def weights() -> Values:
     ours = lines["packed (ours)"]
     return {
         "svg": chart.bars(
-            "Positions with another likeliest token than fp32", [("", bars)], where("packed-accuracy")
+            "Positions with another likeliest token than fp32",
+            [("", bars)],
+            where(facts_of("packed-accuracy")),
         ),
         "alt": told(bars),
         "ours": f"{100 * ours['top1']:.1f}",
@@ -840,7 +847,9 @@ def engines() -> Values:
     fastest = [[name_of(x), f"{other.of(x).rate:.0f}", f"{other.of(x).s_steps:.2f}"] for x in methods]
     return {
         "svg": chart.bars(
-            "Tokens per second on three data sets, 135M in Q4_0", [("", bars)], where("llamacpp-examples")
+            "Tokens per second on three data sets, 135M in Q4_0",
+            [("", bars)],
+            where(facts_of("llamacpp-examples")),
         ),
         "alt": told(bars),
         "gain": f"{mean('ours, adaptive') / mean('ours, plain'):.2f}",
@@ -922,7 +931,7 @@ def with_block(text: str, page: str, name: str, block: str) -> str:
 def readme_blocks(chinese: bool = False) -> dict[str, str]:
     """The measured blocks of README.md or README.zh.md."""
     own = next(iter(shown_models().values()))
-    machine, commit = made(facts_of(own.name))
+    machine, commit = shown_machine(facts_of(own.name)), made(facts_of(own.name))[1]
     prose, prose_theirs, code, code_theirs = (f"{value:.2f}" for value in speed_figures().values())
     prose_cold, code_cold = (f"{own.of(NO_TABLE, sets).total:.2f}" for sets in KINDS.values())
     if chinese:
