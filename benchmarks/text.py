@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -123,7 +124,8 @@ def vllm_lines(python: str, folder: Path) -> Iterator[Line]:
 
 def server_lines(threads: int) -> Iterator[Line]:
     """This library's server: with its drafts, and in a batch with them."""
-    words = ["lookahead", "serve", "--threads", str(threads), "--max-model-len", str(CONTEXT)]
+    words = [sys.executable, "-m", "lookahead", "serve"]
+    words += ["--threads", str(threads), "--max-model-len", str(CONTEXT)]
 
     def compare(at_once: int) -> Report:
         with running(words, "/health") as address:
