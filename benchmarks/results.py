@@ -105,7 +105,7 @@ USED_BY = {
     "src/lookahead/hf/attention/*triton.py": (),
     "src/lookahead/referee/*": ("text",),
     "src/lookahead/testing.py": (),
-    "src/lookahead/cli/serve.py": ("serve", *_STARTS),
+    "src/lookahead/cli/serve.py": ("serve", "text", *_STARTS),
     **dict.fromkeys(
         (
             f"src/lookahead/cli/{name}"
