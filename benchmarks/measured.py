@@ -78,16 +78,14 @@ INSTRUCTIONS = {"amx": "AMX", "avx512": "AVX-512", "avx2": "AVX2"}
 
 def shown_machine(facts: Mapping[str, Any]) -> str:
     """The machine of a measurement, with its newest instruction set alone."""
-    name, *others = made(facts)[0].split(", ")
-    name = name.replace("(R)", "").removesuffix(" Processor")
-    newest = (
-        next((shown for start, shown in INSTRUCTIONS.items() if start in others[-1]), "") if others else ""
-    )
-    return ", ".join([name, *others[:-1], newest or others[-1]]) if others else name
+    *parts, sets = made(facts)[0].replace("(R)", "").replace(" Processor,", ",").split(", ")
+    newest = (shown for start, shown in INSTRUCTIONS.items() if start in sets)
+    return ", ".join([*parts, next(newest, sets)])
 
 
-def where(facts: Mapping[str, Any]) -> str:
+def where(name: str) -> str:
     """The machine and the commit of a measurement, for a chart."""
+    facts = facts_of(name)
     return f"{shown_machine(facts)}, commit {made(facts)[1]}"
 
 

@@ -253,7 +253,7 @@ def row_cost() -> Values:
             "rows of a step",
             "times a step of one row",
             series,
-            where(facts_of("packed-step")),
+            where("packed-step"),
         ),
         "alt": "; ".join(f"{name} {y[4]:.1f} at 4 rows, {y[16]:.1f} at 16" for name, y in series.items()),
         "four": f"{large['t']['4']['ours'] / one['ours']:.2f}",
@@ -324,7 +324,7 @@ def same_text() -> Values:
         for x in figures_of("pass-rate")
     ]
     return {
-        "svg": chart.bars("Completions that drafting changed, bf16", groups, where(facts_of("exact"))),
+        "svg": chart.bars("Completions that drafting changed, bf16", groups, where("exact")),
         "alt": "; ".join(f"{heading}: {told(bars)}" for heading, bars in groups),
         "equal": f"{ours[True]:,}",
         "compared": f"{ours.total():,}",
@@ -418,7 +418,7 @@ def s_by_rows() -> Values:
             "rows of a step",
             "S, tokens per step",
             series,
-            where(facts_of("kinds")),
+            where("kinds"),
         ),
         "alt": "; ".join(f"{name} {y[2]:.2f} to {y[kinds.ROWS[-1]]:.2f}" for name, y in series.items()),
         "largest": largest,
@@ -511,7 +511,7 @@ def paper() -> Values:
     )
     return {
         "svg": chart.bars(
-            "Table 3: S by setting (N, W, G), ours and the paper's", [("", bars)], where(facts_of("ablation"))
+            "Table 3: S by setting (N, W, G), ours and the paper's", [("", bars)], where("ablation")
         ),
         "alt": told(bars),
         "last": f"{ours[PAPERS]['s_steps']:.2f}",
@@ -585,9 +585,7 @@ def start() -> Values:
     }
     rows = [[names[key], *(own.get(what, "–") for what in columns)] for key, own in known.items()]
     return {
-        "svg": chart.bars(
-            "Start: until a completion of one token has ended", [("", bars)], where(facts_of("startup"))
-        ),
+        "svg": chart.bars("Start: until a completion of one token has ended", [("", bars)], where("startup")),
         "alt": told(bars),
         "model": names[largest].replace(", ", " (") + ")",
         "start": f"{ours['start']:.1f}",
@@ -636,9 +634,7 @@ def clients() -> Values:
     memory = facts_of("batch-size")["memory"]
     heads = ["at once", "plain", "the default", "times plain", "S", "rows", "equal"]
     return {
-        "svg": chart.lines(
-            "Tokens per second of all clients", "clients", "tokens/s", series, where(facts_of("serve"))
-        ),
+        "svg": chart.lines("Tokens per second of all clients", "clients", "tokens/s", series, where("serve")),
         "alt": "; ".join(
             f"{name}: {', '.join(f'{y:.0f} with {x}' for x, y in each.items())}"
             for name, each in series.items()
@@ -681,7 +677,7 @@ def sources() -> Values:
         "svg": chart.bars(
             "Accepted tokens per step, by source, at most 64 rows",
             groups,
-            where(credit),
+            where("adaptive-credit"),
         ),
         "alt": "; ".join(f"{heading}: {told(bars)}" for heading, bars in groups),
         "best": kept[0],
@@ -782,9 +778,7 @@ def weights() -> Values:
     ours = lines["packed (ours)"]
     return {
         "svg": chart.bars(
-            "Positions with another likeliest token than fp32",
-            [("", bars)],
-            where(facts_of("packed-accuracy")),
+            "Positions with another likeliest token than fp32", [("", bars)], where("packed-accuracy")
         ),
         "alt": told(bars),
         "ours": f"{100 * ours['top1']:.1f}",
@@ -847,9 +841,7 @@ def engines() -> Values:
     fastest = [[name_of(x), f"{other.of(x).rate:.0f}", f"{other.of(x).s_steps:.2f}"] for x in methods]
     return {
         "svg": chart.bars(
-            "Tokens per second on three data sets, 135M in Q4_0",
-            [("", bars)],
-            where(facts_of("llamacpp-examples")),
+            "Tokens per second on three data sets, 135M in Q4_0", [("", bars)], where("llamacpp-examples")
         ),
         "alt": told(bars),
         "gain": f"{mean('ours, adaptive') / mean('ours, plain'):.2f}",
